@@ -69,7 +69,7 @@ def test_attention_compiles_for_hopper():
 @pytest.mark.parametrize(("ring", "page", "whole"), [(True, 1, True), (True, 16, False), (False, 1, True)])
 def test_specialised_attention_compiles_for_hopper(ring: bool, page: int, whole: bool, tmp_path: Path):
     from turnout.kernels.attention.compressed_specialised import attend_compressed_span_specialised
-    from turnout.kernels.attention.latent_specialised import STAGES
+    from turnout.kernels.attention.specialised_spans import STAGES
 
     halves = dict.fromkeys(("q_ptr", "recent_ptr", "cache_ptr", "partial_ptr"), "*bf16")
     whole_numbers = {"ends_ptr": "*i64", "states_ptr": "*i64", "table_ptr": "*i32", "counts_ptr": "*i32"}

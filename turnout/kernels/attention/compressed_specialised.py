@@ -13,16 +13,21 @@ from __future__ import annotations
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from turnout.kernels.attention.latent_specialised import STAGES, add, copy_columns, store_half
+from turnout.kernels.attention.specialised_spans import (
+    STAGES,
+    add,
+    add_left,
+    first_scores,
+    load_queries,
+    load_tile,
+    memory,
+    send,
+    store_half,
+    weigh,
+)
 from turnout.kernels.hopper.schedule import advance
 
 
@@ -46,10 +51,7 @@ def load_keys(
     """The queries, then tile after tile, each of its halves as its place becomes empty. Four warps."""
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     i = gl.arange(0, 64, gl.SliceLayout(1, COPY))
-    rows = q_ptr + (first_row + i).to(gl.int64) * 512
-    copy_columns(q[0], rows, i < heads, 0, 256, COPY)
-    copy_columns(q[1], rows, i < heads, 256, 256, COPY)
-    async_copy.mbarrier_arrive(q_full.index(0), increment_count=False)
+    load_queries(q_ptr, q, q_full, first_row, heads, i, 512, COPY)
     place = start + i
     entry = place - WIDTH
     page = gl.load(table_at + entry // PAGE, mask=(entry >= 0) & (place < stop), other=0)
@@ -66,21 +68,8 @@ def load_keys(
         place += 64
         entry = place - WIDTH
         page = gl.load(table_at + entry // PAGE, mask=(entry >= 0) & (place < stop), other=0)
-        mbarrier.wait(empty[1].index(stage), phase)
-        copy_columns(kept[1].index(stage), rows, known, 256, 256, COPY)
-        mbarrier.wait(empty[0].index(stage), phase)
-        copy_columns(kept[0].index(stage), rows, known, 0, 256, COPY)
-        async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+        load_tile(kept, full, empty, stage, phase, rows, known, COPY)
         stage, phase = advance(stage, phase, STAGES)
-
-
-@gluon.jit
-def begin_scores(q, kept, stage):
-    """q [64, 512] @ tile [64, 512].T begins: two products to wait for."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    scores = gl.zeros([64, 64], gl.float32, SCORES)
-    scores = warpgroup_mma(q[0], kept[0].index(stage).permute((1, 0)), scores, use_acc=False, is_async=True)
-    return warpgroup_mma(q[1], kept[1].index(stage).permute((1, 0)), scores, is_async=True)
 
 
 @gluon.jit
@@ -97,42 +86,17 @@ def weigh_and_add(
     acc = gl.zeros([64, 256], gl.float32, SUMS)
     stage = 0
     phase = 0
-    mbarrier.wait(q_full.index(0), 0)
-    mbarrier.wait(full.index(0), 0)
-    fence_async_shared()
-    scores = warpgroup_mma_wait(0, deps=[begin_scores(q, kept, 0)])
+    scores = first_scores(q, kept, q_full, full)
     for turn in range(0, tiles):
         place = start + turn * 64 + gl.arange(0, 64, gl.SliceLayout(0, SCORES))
         _, seen = recent_places(place, end, SEEN, FIRST, RING, RECENT)
         known = (place < stop) & (seen | (place >= WIDTH))
         scores = gl.where(known[None, :], scores * scale, float("-inf"))
-        higher = gl.maximum(best, gl.max(scores, 1))
-        least = gl.where(higher > float("-inf"), higher, 0.0)  # of an empty span
-        change = gl.exp2(best - least)
-        p = gl.exp2(scores - least[:, None])
-        total = total * change + gl.sum(p, 1)
-        best = higher
-        mbarrier.wait(taken.index(0), (turn & 1) ^ 1)
-        weights.store(p.to(gl.bfloat16))
-        shrink.store(change)
-        fence_async_shared()
-        gl.thread_barrier()
-        mbarrier.arrive(sent.index(0), count=1)
-        acc *= gl.convert_layout(change, gl.SliceLayout(1, SUMS))[:, None]
-        sums = warpgroup_mma(weights, kept[0].index(stage), acc, is_async=True)
-        after, after_phase = advance(stage, phase, STAGES)
-        if turn + 1 < tiles:
-            mbarrier.wait(full.index(after), after_phase)
-            fence_async_shared()
-            later = begin_scores(q, kept, after)
-            acc = warpgroup_mma_wait(2, deps=[sums])
-            gl.thread_barrier()
-            mbarrier.arrive(empty[0].index(stage), count=1)
-            scores = warpgroup_mma_wait(0, deps=[later])
-        else:
-            acc = warpgroup_mma_wait(0, deps=[sums])
-        stage = after
-        phase = after_phase
+        best, total, change, p = weigh(scores, best, total)
+        send(p, change, weights, shrink, sent, taken, turn)
+        acc, scores, stage, phase = add_left(
+            q, kept, weights, full, empty, acc, scores, change, stage, phase, turn, tiles, STAGES
+        )
     head = gl.arange(0, 64, gl.SliceLayout(1, SCORES))
     if WHOLE:
         sink = gl.load(sinks_ptr + first + head, mask=head < heads, other=0.0) * 1.4426950408889634  # log2(e)
@@ -180,32 +144,7 @@ def attend_compressed_span_specialised(
     tiles = gl.maximum((stop - start + 63) // 64, 1)
     if RING:
         recent_ptr += gl.load(states_ptr + n).to(gl.int64) * RECENT * 512
-    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    q = (
-        gl.allocate_shared_memory(gl.bfloat16, [64, 256], TILE),
-        gl.allocate_shared_memory(gl.bfloat16, [64, 256], TILE),
-    )
-    kept = (
-        gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 256], TILE),
-        gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 256], TILE),
-    )
-    weights = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
-    shrink = gl.allocate_shared_memory(gl.float32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    sent = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = (
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
-    )
-    mbarrier.init(q_full.index(0), count=128)
-    mbarrier.init(sent.index(0), count=1)
-    mbarrier.init(taken.index(0), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=128)
-        for part in gl.static_range(2):
-            mbarrier.init(empty[part].index(i), count=1)
+    q, kept, weights, shrink, q_full, full, empty, sent, taken = memory(0, STAGES)
     gl.warp_specialize(
         [
             (weigh_and_add, (
