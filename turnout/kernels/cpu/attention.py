@@ -121,6 +121,54 @@ def _store(first, last, k, k_pitch, v, v_pitch, chunks, C, table, P, page_blocks
         begins = ends
 
 
+@inline
+def _score(
+    count, rows, keys, table, row, P, page_blocks, first_block, from_block, blocks, D, fetches, scores
+):  # fmt: skip
+    """Scores of `count` rows, PITCH apart, by the blocks [from_block, blocks) of a span, which begins with
+    first_block of a context. Blocks that follow each other in the cache, too, are multiplied at once.
+    fetches: of values."""
+    b = from_block
+    while b < blocks:
+        block = _block(table, row, P, first_block + b, page_blocks)
+        run = 1
+        while b + run < blocks:
+            if _block(table, row, P, first_block + b + run, page_blocks) != block + run:
+                break
+            run += 1
+        at = keys + block * 128 * D
+        if fetches:
+            for values in range(at + 64 * D, at + run * 128 * D, 128 * D):
+                _fetch(values, 64 * D)
+        products_f32(count, rows, at, 128 * D, run, D, scores + b * 64, PITCH)
+        b += run
+
+
+@inline
+def _weigh(line, from_block, blocks, held, below, scale, best, whole, sums, D):
+    """Scores of a row become weights: of tokens [below, held), others get 0. Its maximum, sum and sums of
+    values move on."""
+    top = splat(get_f32(best))
+    for b in range(from_block, blocks):
+        s = first_lanes(load(line + b * 64) * splat(scale), held - b * BLOCK, LOWEST)
+        if below > b * BLOCK:
+            s = first_lanes(splat(LOWEST), below - b * BLOCK, s)
+        store(line + b * 64, s)
+        top = larger(top, s)
+    most = largest(top)
+    before = get_f32(best)
+    shrink = ONE if most == before else np.float32(math.exp(before - most))
+    part = zeros()
+    for b in range(from_block, blocks):
+        e = exp(load(line + b * 64) - splat(most))
+        store(line + b * 64, e)
+        part = part + e
+    put_f32(best, most)
+    put_f32(whole, get_f32(whole) * shrink + total(part))
+    for at in range(sums, sums + D * 4, 64):
+        store(at, load(at) * splat(shrink))
+
+
 @kernel("void(" + "int64, " * 16 + "float32)")
 def _attend(
     counter, q, q_pitch, groups, M, table, P, page_blocks, cache, head, Hq, Hkv, D, window, sinks, out, scale
@@ -140,9 +188,8 @@ def _attend(
             return
         group, h = groups + job // Hkv * (FIELDS * 8), job % Hkv
         row, token, start = get_i64(group), get_i64(group + 8), get_i64(group + 16)
-        first, count = get_i64(group + 24), get_i64(group + 32)
+        first, count, next_job = get_i64(group + 24), get_i64(group + 32), min(job + 1, M * Hkv - 1)
         fetches = first == 0 and D <= FETCHED_HEAD  # a chunk's other groups find the context in a cache
-        next_job = min(job + 1, M * Hkv - 1)
         next_row = get_i64(groups + next_job // Hkv * (FIELDS * 8))
         next_head = cache + next_job % Hkv * head
         for r in range(count):
@@ -158,44 +205,17 @@ def _attend(
             length = min(end - begin, SPAN)
             blocks = (length + BLOCK - 1) // BLOCK
             from_block = max(0, low - begin) // BLOCK
-            b = from_block
-            while b < blocks:
-                block = _block(table, row, P, begin // BLOCK + b, page_blocks)
-                run = 1  # blocks that follow each other in the cache, too, are multiplied at once
-                while b + run < blocks:
-                    if _block(table, row, P, begin // BLOCK + b + run, page_blocks) != block + run:
-                        break
-                    run += 1
-                at = cache + h * head + block * 128 * D
-                if fetches:
-                    for values in range(at + 64 * D, at + run * 128 * D, 128 * D):
-                        _fetch(values, 64 * D)
-                products_f32(count, rows, at, 128 * D, run, D, scores + b * 64, PITCH)
-                b += run
+            _score(
+                count, rows, cache + h * head, table, row, P, page_blocks, begin // BLOCK, from_block, blocks,
+                D, fetches, scores,
+            )  # fmt: skip
             for r in range(count):
                 held = start + (first + r) // G + 1 - begin  # of these tokens, by this row
-                line = scores + r * PITCH
                 below = held - window if window else 0
-                top = splat(get_f32(best + 4 * r))
-                for b in range(from_block, blocks):
-                    s = first_lanes(load(line + b * 64) * splat(scale), held - b * BLOCK, LOWEST)
-                    if below > b * BLOCK:
-                        s = first_lanes(splat(LOWEST), below - b * BLOCK, s)
-                    store(line + b * 64, s)
-                    top = larger(top, s)
-                most = largest(top)
-                before = get_f32(best + 4 * r)
-                shrink = ONE if most == before else np.float32(math.exp(before - most))
-                part = zeros()
-                for b in range(from_block, blocks):
-                    e = exp(load(line + b * 64) - splat(most))
-                    store(line + b * 64, e)
-                    part = part + e
-                put_f32(best + 4 * r, most)
-                put_f32(whole + 4 * r, get_f32(whole + 4 * r) * shrink + total(part))
-                for d in range(0, D * 4, 64):
-                    at = sums + r * D * 4 + d
-                    store(at, load(at) * splat(shrink))
+                _weigh(
+                    scores + r * PITCH, from_block, blocks, held, below, scale, best + 4 * r, whole + 4 * r,
+                    sums + r * D * 4, D,
+                )  # fmt: skip
             for b in range(from_block, blocks):
                 at = cache + h * head + _block(table, row, P, begin // BLOCK + b, page_blocks) * 128 * D
                 if fetches:
