@@ -14,6 +14,8 @@ LONGER = {
     "kernels/attention/decode.py: attend_span": 61,
     "kernels/attention/decode_whole.py: rotate_store_attend": 98,
     "kernels/attention/latent.py: attend_latent_span": 61,
+    "kernels/attention/latent_joined.py: attend_latent_joined": 75,
+    "kernels/cpu/decoder_layer.py: _experts_half": 62,
 }
 
 

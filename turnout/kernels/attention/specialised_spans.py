@@ -31,7 +31,7 @@ def tiles_memory(MORE: gl.constexpr, STAGES: gl.constexpr):
         gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 256], TILE),
     )
     if MORE > 0:
-        parts = parts + (gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, MORE], TILE),)
+        parts += (gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, MORE], TILE),)  # type: ignore[assignment]
     return parts
 
 
