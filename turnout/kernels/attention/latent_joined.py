@@ -60,6 +60,32 @@ def join_share(
         tl.store(to, out.to(out_ptr.dtype.element_ty), mask=(d < LC) & (head < heads))
 
 
+@triton.jit
+def count_and_join(
+    counter, out_ptr, partial_ptr, lse_ptr, row, split, heads, end, SPLITS: tl.constexpr, HB: tl.constexpr,
+    LC: tl.constexpr, CP: tl.constexpr, TOKENS: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    """Count this program, whose results are stored, and join its share when all are there, or all if it is
+    the last. row, heads: as of `join_share`. Both counters are 0 when the last program ends."""
+    if EACH:
+        tl.atomic_add(counter, 1, sem="release", scope="gpu")
+        while tl.atomic_add(counter, 0, sem="acquire", scope="gpu") < SPLITS:
+            pass
+        join_share(
+            out_ptr, partial_ptr, lse_ptr, row, split, heads, end, SPLITS, HB, LC, CP, TOKENS, SPLITS
+        )  # fmt: skip
+        if tl.atomic_add(counter + 1, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+            tl.store(counter, 0)  # all have seen that all have arrived
+            tl.store(counter + 1, 0)
+    else:
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+            for head in range(0, tl.minimum(heads, HB)):
+                join_share(
+                    out_ptr, partial_ptr, lse_ptr, row, head, heads, end, SPLITS, HB, LC, CP, TOKENS, HB
+                )  # fmt: skip
+            tl.store(counter, 0)
+
+
 @triton.jit(do_not_specialize=["P"])
 def attend_latent_joined(
     q_ptr, cache_ptr, table_ptr, ends_ptr, out_ptr, partial_ptr, lse_ptr, counter_ptr, scale, P, H,
@@ -116,26 +142,10 @@ def attend_latent_joined(
         at_partial = partial_ptr + to[:, None] * LC + c[None, :]
         tl.store(at_partial, mean.to(partial_ptr.dtype.element_ty), mask=held)
     tl.debug_barrier()  # one thread counts for all, whose results are stored by then
-    counter = counter_ptr + (b * tl.num_programs(1) + block) * 2
-    first = b * H + block * HB
-    heads = H - block * HB
-    if EACH:
-        tl.atomic_add(counter, 1, sem="release", scope="gpu")
-        while tl.atomic_add(counter, 0, sem="acquire", scope="gpu") < SPLITS:
-            pass
-        join_share(
-            out_ptr, partial_ptr, lse_ptr, first, split, heads, end, SPLITS, HB, LC, CP, TOKENS, SPLITS
-        )  # fmt: skip
-        if tl.atomic_add(counter + 1, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
-            tl.store(counter, 0)  # all have seen that all have arrived
-            tl.store(counter + 1, 0)
-    else:
-        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
-            for head in range(0, tl.minimum(heads, HB)):
-                join_share(
-                    out_ptr, partial_ptr, lse_ptr, first, head, heads, end, SPLITS, HB, LC, CP, TOKENS, HB
-                )  # fmt: skip
-            tl.store(counter, 0)
+    count_and_join(
+        counter_ptr + (b * tl.num_programs(1) + block) * 2, out_ptr, partial_ptr, lse_ptr, b * H + block * HB,
+        split, H - block * HB, end, SPLITS, HB, LC, CP, TOKENS, EACH,
+    )  # fmt: skip
 
 
 def counters(device: torch.device) -> Tensor | None:
