@@ -32,6 +32,7 @@ LISTED = {
     ("turnout.kernels.attention.latent_joined", "_counters"): "programs that have arrived",
     ("turnout.kernels.attention.latent_joined", "_places"): "which of them a stream has",
     # Constants, computed when first asked for.
+    ("turnout.attention.states", "_on_cpu"): "whether there is a kernel for such states on a CPU",
     ("turnout.formats.e2m1", "_pairs"): "a table of decoded pairs on a device",
     ("turnout.formats.e2m1", "_values"): "a table of values on a device",
     ("turnout.formats.int4", "_pairs"): "a table of decoded pairs on a device",
