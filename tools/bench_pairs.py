@@ -16,6 +16,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
+import psutil
 import torch
 from rich.console import Console
 
@@ -32,27 +34,38 @@ console = Console()
 PEERS = ("eager", "grouped_mm")
 # Clients: prompts of the server's run and of transformers', and the latter's implementations. With 32 rows
 # grouped_mm takes ten times as long as eager.
-LOADS = {1: (32, 8, PEERS), 32: (128, 64, PEERS[:1])}
+LOADS = {1: (16, 4, PEERS), 32: (64, 32, PEERS[:1])}
+
+
+def server_seconds(base_url: str) -> float:
+    """Of all cores, by the server and its children so far."""
+    info = httpx.get(base_url.rstrip("/").removesuffix("/v1") + "/server_info").json()
+    server = psutil.Process(info["ranks"][0]["pid"]).parent()
+    assert server is not None, "the engine has a parent"
+    times = [process.cpu_times() for process in (server, *server.children(recursive=True))]
+    return sum(of.user + of.system for of in times)
 
 
 def one_round(base_url: str, peers: dict[str, Peer], number: int) -> list[dict[str, Any]]:
     rows = []
     for clients, (ours, theirs, names) in LOADS.items():
         bench = ServeBench(max_concurrency=clients, num_prompts=ours, seed=number)
-        served = measure(bench, base_url)
+        before = server_seconds(base_url)
+        served = measure(bench, base_url) | {"cpu_s": server_seconds(base_url) - before}
         rows.append({"system": "turnout", "round": number, "concurrency": clients, **served})
         load = Load(batch=clients, prompts=theirs)
         rows += [{"round": number, **peers[name].row(load)} for name in names]
     return rows
 
 
-def ratios(rows: list[dict[str, Any]], clients: int) -> list[float]:
-    """Of each round: the server's tokens/s over the best of transformers'."""
+def ratios(rows: list[dict[str, Any]], clients: int, seconds: str = "duration_s") -> list[float]:
+    """Of each round: the server's tokens in a second over the best of transformers'. seconds: which; "cpu_s"
+    are those of all cores, which other users of a machine change less."""
     found: dict[int, tuple[list[float], list[float]]] = {}
     for row in rows:
         if row.get("concurrency", row.get("batch")) == clients:
             sides = found.setdefault(row["round"], ([], []))
-            sides[row["system"] == "transformers"].append(row["output_throughput"])
+            sides[row["system"] == "transformers"].append(row["output_tokens"] / row[seconds])
     return [max(ours) / max(theirs) for ours, theirs in found.values()]
 
 
@@ -76,17 +89,24 @@ def main() -> None:
         for number in range(args.rounds):
             rows += (found := one_round(base_url, peers, number))
             for clients in LOADS:
-                console.print(f"round {number}, {clients} clients: {ratios(found, clients)[0]:.2f}x")
-    content = result(
-        f"serve-pairs-{name}",
-        rows,
-        device=cpu_name(),
-        command=f"python -m tools.bench_pairs --model {name} --rounds {args.rounds}",
-    )
+                by_time, by_cpu = (ratios(found, clients, of)[0] for of in ("duration_s", "cpu_s"))
+                console.print(f"round {number}, {clients} clients: {by_time:.2f}x, of CPU time {by_cpu:.2f}x")
+            keep(rows, name, args.output)
+
+
+def keep(rows: list[dict[str, Any]], name: str, path: Path) -> None:
+    """Save the rounds so far, and medians of their ratios."""
+    rounds = rows[-1]["round"] + 1
+    command = f"python -m tools.bench_pairs --model {name} --rounds {rounds}"
+    content = result(f"by-turns-{name}", rows, device=cpu_name(), command=command)
     content["threads"], content["load_average"] = torch.get_num_threads(), os.getloadavg()
-    content["median_ratios"] = {str(clients): statistics.median(ratios(rows, clients)) for clients in LOADS}
-    save(content, args.output)
-    console.print(f"medians of {args.rounds} rounds: {content['median_ratios']}; saved {args.output}")
+    medians = {
+        seconds: {str(clients): statistics.median(ratios(rows, clients, seconds)) for clients in LOADS}
+        for seconds in ("duration_s", "cpu_s")
+    }
+    content["median_ratios"] = medians
+    save(content, path)
+    console.print(f"medians of {rounds} rounds: {medians}; saved {path}")
 
 
 if __name__ == "__main__":

@@ -106,10 +106,11 @@ def main() -> None:
         bench = ServeBench(input_len=load.input_len, num_prompts=load.prompts)
         batches = torch.tensor(bench.prompts()).split(load.batch)
         generate(batches[0], min(load.output_len, 8))
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         tokens = sum(generate(batch, load.output_len) for batch in batches)
-        seconds = time.perf_counter() - start
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
         return asdict(load) | {
+            "cpu_s": cpu,
             "output_tokens": tokens,
             "duration_s": seconds,
             "output_throughput": tokens / seconds,
