@@ -19,6 +19,19 @@ from tests.ranks import Pools
 from tests.serving import tiny_config
 from turnout.server.launch import ServerProcess
 
+LONGEST = (  # files that took 40 s and more of `make test-more` or `make test`, the longest first
+    "server/supervise/test_ray_ranks.py",
+    "server/supervise/test_replay.py",
+    "server/supervise/test_hosts_lost.py",
+    "server/test_lifecycle.py",
+    "server/supervise/test_dial_in.py",
+    "server/supervise/test_local_ranks.py",
+    "server/test_routers.py",
+    "tools/test_chaos_streams.py",
+    "server/api/test_openapi.py",
+    "kernels/attention/test_compressed_attention.py",
+)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     worker = os.environ.get("PYTEST_XDIST_WORKER")  # gw0, gw1, ...
@@ -42,13 +55,14 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)  # of the tests that were selected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with tests that have more than the usual time come first: at the end of a run the other workers
-    would wait for them."""
+    """Files that take longest come first, those with tests that have more than the usual time before all: at
+    the end of a run the other workers would wait for them."""
     longest: dict[Path, float] = {}
     for item in items:
         if mark := item.get_closest_marker("timeout"):
             longest[item.path] = max(longest.get(item.path, 0), *mark.args)
-    items.sort(key=lambda item: -longest.get(item.path, 0))
+    places = {Path(__file__).parent / file: place for place, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: (-longest.get(item.path, 0), places.get(item.path, len(places))))
 
 
 @pytest.hookimpl(trylast=True)

@@ -128,6 +128,8 @@ def test_the_example_of_ray_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     lines = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
     (tmp_path / "prompts.jsonl").write_text(lines)
     words = ["demo", "2", str(tmp_path / "prompts.jsonl"), str(tmp_path / "answers")]
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # else 15: replicas wait for whatever else runs here
+    monkeypatch.setenv("RAY_prestart_worker_first_driver", "0")  # else a process for each CPU, unused
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4})
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     try:

@@ -23,16 +23,19 @@ def deployed(tiny_folder: Path) -> Iterator[str]:
 
     from turnout.integrations.ray_serve import application
 
-    ray.init(address="local", num_cpus=4, include_dashboard=False)
-    try:
-        port = free_port()
-        serve.start(http_options={"port": port})
-        config = tiny_config(tiny_folder)
-        serve.run(application(config, num_replicas=2, ray_actor_options={"num_cpus": 1}))
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_worker_niceness", "0")  # else 15: replicas wait for whatever else runs here
+        patch.setenv("RAY_prestart_worker_first_driver", "0")  # else a process for each CPU, unused
+        ray.init(address="local", num_cpus=4, include_dashboard=False)
+        try:
+            port = free_port()
+            serve.start(http_options={"port": port})
+            config = tiny_config(tiny_folder)
+            serve.run(application(config, num_replicas=2, ray_actor_options={"num_cpus": 1}))
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            serve.shutdown()
+            ray.shutdown()
 
 
 def test_answers_are_those_of_the_server(deployed: str, base_url: str):
