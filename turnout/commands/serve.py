@@ -21,7 +21,7 @@ from turnout.errors import UserError
 from turnout.malloc import map_large_blocks
 from turnout.server.run import Supervisor, allow_many_connections, bind, check_hosts, dialled_in
 from turnout.server.supervise.ledger import EngineFailed
-from turnout.server.supervise.rank_agent import hello, run_ranks
+from turnout.server.supervise.rank_agent import hello, serve_heads, until_signalled
 from turnout.server.supervise.secret import read_secret
 
 
@@ -75,7 +75,7 @@ def rank(head: str, secret_file: str, *, count: int, model: str, num_threads: in
     secret = read_secret(secret_file)
     own = ({"model": model} if model else {}) | ({"num_threads": num_threads} if num_threads else {})
     hellos = [hello(index, count) for index in range(count)]
-    return run_ranks(head, secret, hellos, own=own, patience=patience)
+    return asyncio.run(until_signalled(serve_heads(head, secret, hellos, own=own, patience=patience)))
 
 
 def _serve_as_node(config: ServerConfig) -> int:
@@ -84,7 +84,8 @@ def _serve_as_node(config: ServerConfig) -> int:
     own = {"model": config.model, "num_threads": config.num_threads}
     first = config.node_rank * count
     hellos = [structs.replace(hello(), order=first + index) for index in range(count)]
-    return run_ranks(config.dist_init_addr, secret, hellos, own=own, patience=config.startup_timeout)
+    served = serve_heads(config.dist_init_addr, secret, hellos, own=own, patience=config.startup_timeout)
+    return asyncio.run(until_signalled(served))
 
 
 def _log(level: str) -> None:

@@ -17,8 +17,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,16 @@ from turnout.parallel.health import Reading
 from turnout.parallel.topology import split_address
 from turnout.server.supervise import rank_protocol
 from turnout.server.supervise.local_ranks import LocalRanks
-from turnout.server.supervise.secret import LONGEST_LINE, Channel, Rejected
+from turnout.server.supervise.rank_protocol import HEAD_SILENT_SECONDS
+from turnout.server.supervise.secret import LONGEST_LINE, Channel, Rejected, within
 
 RETRY_SECONDS = 0.5
-# How launchers number the processes that they start: torchrun, Slurm, Open MPI, MPICH.
-ORDERS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+# A process that is stopped keeps its connections: its system goes on taking what is sent there.
+HEAD_SILENT = f"it has not been heard for {HEAD_SILENT_SECONDS:g} s, as if it were stopped"
+# How launchers number the processes that they start: torchrun, Slurm, Open MPI, MPICH; and Kubernetes'
+# LeaderWorkerSet its pods.
+ORDERS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "LWS_WORKER_INDEX")
 LOCAL_ORDERS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
-POD_ORDER = "LWS_WORKER_INDEX"  # of Kubernetes' LeaderWorkerSet, which numbers pods
 
 log = logging.getLogger("turnout.server")
 
@@ -67,7 +70,7 @@ class RankAgent:
         self._secret, self._hello, self._own, self._patience = secret, hello, own, patience
         self._ranks: LocalRanks | None = None
         self._fork_server = fork_server
-        self._rank = self._number = 0
+        self._number = 0  # of the life that the head last began
         self._contact = time.monotonic()  # with the head, the last one
 
     async def run(self) -> int:
@@ -140,7 +143,12 @@ class RankAgent:
             channel.send(rank_protocol.Weights(await asyncio.to_thread(fingerprint, folder)))
 
     async def _serve(self, channel: Channel[rank_protocol.ToRank]) -> int | None:
-        while (message := await _heard(channel)) is not None:
+        while True:
+            async with within(HEAD_SILENT_SECONDS, HEAD_SILENT):
+                message = await channel.receive()
+            self._contact = time.monotonic()
+            if message is None:
+                return None
             if isinstance(message, rank_protocol.Refused):
                 raise Rejected(message.reason)
             if isinstance(message, rank_protocol.Leave):
@@ -153,9 +161,6 @@ class RankAgent:
                 if message.number == self._number:
                     await self._end_process()
                 channel.send(rank_protocol.Gone(message.number))
-            self._contact = time.monotonic()
-        self._contact = time.monotonic()
-        return None
 
     async def _start_process(
         self, start: rank_protocol.Start, channel: Channel[rank_protocol.ToRank]
@@ -169,7 +174,6 @@ class RankAgent:
         log.info("rank %d of %d starts", start.rank, start.config["tp_size"])
         config = replace(ServerConfig(**start.config), **self._own)
         environment = {"CUDA_VISIBLE_DEVICES": start.gpus} if start.gpus else {}
-        self._rank = start.rank
         self._ranks = LocalRanks(
             config,
             range(start.rank, start.rank + 1),
@@ -183,8 +187,8 @@ class RankAgent:
         while True:
             pid, reading = 0, Reading()
             if self._ranks:
-                pid = self._ranks.pid(self._rank) or 0
-                reading = self._ranks.readings().get(self._rank, reading)
+                (rank,) = self._ranks.ranks
+                pid, reading = self._ranks.pid(rank) or 0, self._ranks.readings().get(rank, reading)
             channel.send(rank_protocol.Report(self._number, pid, reading))
             await asyncio.sleep(rank_protocol.REPORT_SECONDS)
 
@@ -195,34 +199,14 @@ class RankAgent:
             await ranks.gone()
 
 
-@asynccontextmanager
-async def _answering() -> AsyncIterator[None]:
+def _answering() -> AbstractAsyncContextManager[None]:
     """Raises Rejected if what is inside takes too long."""
-    try:
-        async with asyncio.timeout(rank_protocol.SILENT_SECONDS):
-            yield
-    except TimeoutError:
-        raise Rejected("it does not answer", final=False) from None
-
-
-async def _heard(channel: Channel[rank_protocol.ToRank]) -> rank_protocol.ToRank | None:
-    """The next message; None at the end. Raises Rejected, also for a head that is silent, and OSError.
-
-    A process that is stopped keeps its connections: its system goes on taking what is sent there."""
-    seconds = rank_protocol.HEAD_SILENT_SECONDS
-    try:
-        async with asyncio.timeout(seconds):
-            return await channel.receive()
-    except TimeoutError:
-        why = f"it has not been heard for {seconds:g} s, as if it were stopped"
-        raise Rejected(why, final=False) from None
+    return within(rank_protocol.SILENT_SECONDS, "it does not answer")
 
 
 def hello(index: int = 0, count: int = 1) -> rank_protocol.Hello:
     """What the rank says that is `index` of `count` started together, as far as the environment tells."""
     order = _first_number(ORDERS)
-    if order is None and (pod := _first_number((POD_ORDER,))) is not None:
-        order = pod
     if order is not None:
         order = order * count + index
     gpus = visible_gpus()
@@ -263,19 +247,8 @@ async def serve_heads(
         fork_server.close()
 
 
-def run_ranks(
-    head: str,
-    secret: bytes,
-    hellos: Sequence[rank_protocol.Hello],
-    *,
-    own: Mapping[str, Any],
-    patience: float,
-) -> int:
-    """`serve_heads`, which a signal ends too."""
-    return asyncio.run(_until_signalled(serve_heads(head, secret, hellos, own=own, patience=patience)))
-
-
-async def _until_signalled(served: Coroutine[Any, Any, int]) -> int:
+async def until_signalled(served: Coroutine[Any, Any, int]) -> int:
+    """The result of `serve_heads`; 0 if a signal ended it."""
     stop = asyncio.Event()
     for number in stop_signals():
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -13,6 +13,8 @@ import asyncio
 import hashlib
 import hmac
 import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -40,6 +42,16 @@ class Rejected(Exception):
     def __init__(self, why: str, *, final: bool = True):
         super().__init__(why)
         self.final = final
+
+
+@asynccontextmanager
+async def within(seconds: float, otherwise: str) -> AsyncIterator[None]:
+    """Raises Rejected for the reason `otherwise`, not final, if what is inside takes longer."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise Rejected(otherwise, final=False) from None
 
 
 @cache
@@ -119,13 +131,10 @@ class Channel(Generic[Message]):
         """Exchange numbers with the other side. Raises Rejected, OSError."""
         own = secrets.token_hex(32)
         writer.write(f"turnout {version()} {own}\n".encode())
-        try:
-            async with asyncio.timeout(GREETING_SECONDS):
+        words = []
+        async with within(GREETING_SECONDS, "it does not speak as Turnout does: it says nothing"):
+            with suppress(ValueError):  # longer than what is read at most
                 words = (await reader.readline()).decode("ascii", "replace").split()
-        except TimeoutError:
-            raise Rejected("it does not speak as Turnout does: it says nothing", final=False) from None
-        except ValueError:
-            words = []
         if len(words) != 3 or words[0] != "turnout":
             raise Rejected("it does not speak as Turnout does", final=False)
         if words[1] != version():
