@@ -238,7 +238,7 @@ def test_as_released(experts: str, built: Built, tmp_path: Path, monkeypatch: py
     ids = IDS[:140]
     stored, same = (
         PlainAttention(load(tmp_path / name, **formats)).logits(("a", ids))[0]
-        for name, formats in (("stored", {"activation_format": "bf16"}), ("plain", {}))
+        for name, formats in (("stored", {"moe_activation_dtype": "bf16"}), ("plain", {}))
     )
     assert error(same, reference(built.model, ids)) > 10 * BOUND  # the rounding shows
     assert error(stored, same) <= 1e-3 * float(same.abs().max())

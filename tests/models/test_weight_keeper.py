@@ -48,7 +48,7 @@ def test_a_model_on_lent_memory_computes_what_the_one_that_was_read_does(
     family: str, device: str, runner: str, keeper: Keeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     folder = build(tmp_path, FAMILIES[family]).folder
-    flags = {"device": device, "runner": runner}
+    flags = {"device": device, "moe_runner_backend": runner}
     read = load(folder, **flags)
     prepared = load(folder, **flags, shared=(first := keeper.view(device)))
     assert first.found == 0
