@@ -254,13 +254,13 @@ def main() -> None:
         "--decode-blocks",
         nargs="+",
         type=int,
-        default=[64],
-        help="tokens that our kernel decodes at a time",
+        help="tokens that our kernel decodes at a time; default: as in the engine",
     )
     options = parser.parse_args()
     device = device_of(options)
     from turnout.kernels.attention import decode  # with Triton, which is told by now where it runs
 
+    blocks = options.decode_blocks or [decode.BLOCK]
     chosen = (
         case.within(options.requests, options.tokens, options.attention_tp)
         for case in cases()
@@ -271,7 +271,7 @@ def main() -> None:
         bench = Bench(case, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
         for name in options.peers:
             ours = name == "triton" and case.length == 1
-            for decode.BLOCK in options.decode_blocks if ours else options.decode_blocks[:1]:
+            for decode.BLOCK in blocks if ours else blocks[:1]:
                 rows.append(measure(bench, name) | ({"decode_block": decode.BLOCK} if ours else {}))
                 print(line(rows[-1]), flush=True)
         del bench

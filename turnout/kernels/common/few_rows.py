@@ -23,11 +23,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.common.dependent import launches_early
+from turnout.kernels.common.row_gemm import PROCESSORS
 
 MOST_ROWS = 4
 STEP, GROUP = 512, 128  # inputs of a step, 16 of each thread of a warp; and under one scale
 RESIDENT = {16: 4, 32: 2}  # programs that a multiprocessor's registers leave room for, by their outputs
-PROCESSORS, BYTES_PER_US, ROUND_US = 132, 4.2e6, 0.3  # of an H200
+BYTES_PER_US, ROUND_US = 4.2e6, 0.3  # of an H200
 
 
 class Cut(NamedTuple):

@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from turnout.kernels.common.dependent import launches_early
 from turnout.kernels.common.fp8_weights import scaled
 
-PROGRAMS = 132  # of a product in parts: an H100's multiprocessors
+PROCESSORS = 132  # of an H100 and of an H200
 
 
 class Tile(NamedTuple):
@@ -91,12 +91,12 @@ def tile_of_parts(rows: int, outputs: int) -> Tile:
     if rows > FEW_OUTPUTS.rows:
         return MANY_ROWS
     tile = tile_of(rows)
-    return FEW_OUTPUTS if tile.rows == FEW_OUTPUTS.rows and outputs <= PROGRAMS * tile.outputs else tile
+    return FEW_OUTPUTS if tile.rows == FEW_OUTPUTS.rows and outputs <= PROCESSORS * tile.outputs else tile
 
 
 def part_count(tile: Tile, rows: int, outputs: int, inputs: int) -> int:
     """Into how many pieces a product in parts cuts its inputs: as many as keep multiprocessors at work."""
-    most = PROGRAMS // max(1, -(-outputs // tile.outputs) * -(-rows // tile.rows))
+    most = PROCESSORS // max(1, -(-outputs // tile.outputs) * -(-rows // tile.rows))
     return max((c for c in range(2, most + 1) if inputs % (c * tile.columns) == 0), default=1)
 
 

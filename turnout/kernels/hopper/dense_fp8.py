@@ -35,7 +35,6 @@ from turnout.kernels.hopper.schedule import advance
 
 GROUP = 128  # inputs that share a scale, and of a step
 ALIGNED = 16  # bytes, of rows of all matrices that the TMA reads
-PROGRAMS = 132  # an H100's multiprocessors
 MOST_PARTS = 16
 
 
@@ -248,13 +247,13 @@ def counts(tile: Tile | row_gemm.Tile, rows: int, outputs: int, inputs: int) -> 
         return [row_gemm.part_count(tile, rows, outputs, inputs)]
     tiles = -(-outputs // tile.outputs) * -(-rows // tile.rows)
     most = min(-(-inputs // GROUP), MOST_PARTS)
-    return sorted({max(1, min(most, waves * PROGRAMS // tiles)) for waves in (1, 2, 3)})
+    return sorted({max(1, min(most, waves * row_gemm.PROCESSORS // tiles)) for waves in (1, 2, 3)})
 
 
 def terms(tile: Tile | row_gemm.Tile, count: int, rows: int, outputs: int, inputs: int) -> list[float]:
     """How many steps, programs in turn, MB of parts, products, and products by row_gemm.py."""
     programs = -(-outputs // tile.outputs) * -(-rows // tile.rows) * count
-    waves, groups = -(-programs // PROGRAMS), -(-inputs // GROUP)
+    waves, groups = -(-programs // row_gemm.PROCESSORS), -(-inputs // GROUP)
     by_rows = isinstance(tile, row_gemm.Tile)
     return [waves * -(-groups // count), waves, count * rows * outputs * 8e-6, 1, by_rows]
 
@@ -299,7 +298,7 @@ def parts(
         return row_gemm.parts(x_NK, weight_MK, scale_GM, GROUP, tile)
     tiles = -(-M // tile.outputs), -(-N // tile.rows)
     groups = -(-K // GROUP)
-    count = count or min(groups, max(1, PROGRAMS // (tiles[0] * tiles[1])))
+    count = count or min(groups, max(1, row_gemm.PROCESSORS // (tiles[0] * tiles[1])))
     y_PNM = torch.empty(count, N, M, dtype=torch.float32, device=x_NK.device)
     multiply_rows_specialised[(*tiles, count)](
         TensorDescriptor.from_tensor(x_NK, [tile.rows, 64], NVMMASharedLayout(128, 16, 2)),
