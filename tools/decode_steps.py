@@ -8,10 +8,12 @@ Requests of --context tokens decode together. Contexts of more than 64 are not c
 states hold noise, so that what is chosen among them is spread over all of them. A step is timed whole, from
 the schedule to sampled tokens, as the mean over STEPS of them; `kernel_us` adds up the GPU's kernels of a
 step, which may overlap, by PARTS as well, and `busy` is the part of the profiled time in which at least one
-ran. `floor_share` is the time that reading the step's bytes takes at BYTES_PER_S over the step's: weights
-outside experts without the input embedding, experts as far as uniform routing reaches them, what attention
-sees of the cache, and states of requests, which are written too. Prompts of --prefill tokens are timed from
-their arrival to the first token of the last. Other flags of the engine are read from the environment.
+ran. `replay_ms` is what a replay of the step's graph takes, the median of groups of them on the GPU's clock:
+a busy host does not lengthen it. `floor_share` is the time that reading the step's bytes takes at BYTES_PER_S
+over the step's: weights outside experts without the input embedding, experts as far as uniform routing
+reaches them, what attention sees of the cache, and states of requests, which are written too. Prompts of
+--prefill tokens are timed from their arrival to the first token of the last. Other flags of the engine are
+read from the environment.
 
     python -m tools.decode_steps /dev/shm/qwen3-30b --fewer-launches --requests 1 16 64 128 --eager --prefill
 
@@ -30,6 +32,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
@@ -47,13 +50,14 @@ from turnout.engine.core import EngineCore
 from turnout.engine.messages import AddRequest
 from turnout.engine.ranks.step_sync import SyncedStep
 from turnout.engine.scheduler.scheduler import Chunk
-from turnout.engine.step.cuda_graphs import Computed
+from turnout.engine.step.cuda_graphs import Computed, graph_for
 from turnout.errors import UserError
 from turnout.kernels.common import fewer_launches
 from turnout.parallel.hardware import cpu_name
 
 PROMPT, LENGTH = 64, 128  # tokens of a prompt that is computed, and of an answer
 STEPS, PROFILED = 40, 4
+REPLAYS, GROUPS = 10, 9  # of a graph, between two events, and how many times
 KERNELS = 16  # listed per row, those that take most
 NONE = {"ATTENTION_ROWS": 0, "ROUTING_ROWS": 0, "COUNTED_TOKENS": 0, "FP8_ROWS": 0, "LATENT_ROWS": 0}
 WAYS: dict[str, dict[str, int]] = {  # of fewer launches: what differs from NONE
@@ -199,10 +203,11 @@ class Bench:
                 core.step()
             _wait()
         check_decoding(core, requests)
+        replays = replay_ms(core)
         core.abort(ids)
         core.step()
         share = self._bytes_read(core, requests) / BYTES_PER_S / (step_ms / 1e3)
-        return {"step_ms": step_ms, "floor_share": share} | _kernels(seen, PROFILED)
+        return {"step_ms": step_ms, "floor_share": share} | replays | _kernels(seen, PROFILED)
 
     def _bytes_read(self, core: EngineCore, requests: int) -> float:
         """By one decode step: see the top of this file."""
@@ -301,6 +306,24 @@ def check_decoding(core: EngineCore, requests: int) -> None:
     had = sum(synced.tokens) if synced is not None else 0
     if synced is None or synced.phase != "decode" or had != requests:
         raise UserError(f"{requests} requests were to decode together, and the last step had {had} tokens")
+
+
+def replay_ms(core: EngineCore) -> dict[str, float]:
+    """Of the graph that the last step replayed, if it did, on the same tokens again and again."""
+    graphs, synced = core._forward.graphs, core.synced
+    size = graph_for(synced, graphs.sizes) if graphs is not None and synced is not None else None
+    if graphs is None or size is None:
+        return {}
+    graph, times = graphs._graphs[size].graph, []
+    for _ in range(GROUPS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(REPLAYS):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / REPLAYS)
+    return {"replay_ms": median(times)}
 
 
 def _prompts(requests: int, tokens: int) -> list[list[int]]:

@@ -53,13 +53,27 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [draw.randrange(256) for _ in range(length)]
 
 
+def scores(completion: Completion) -> torch.Tensor:
+    """Log-probabilities of the prompt's tokens but the first."""
+    return torch.tensor([s.logprob for s in completion.prompt_logprobs if s is not None])
+
+
 def close(found: list[Completion], plain: list[Completion], bound: float) -> None:
-    """Log-probabilities of the prompts, every token of which both computed, and of the first token."""
     for a, b in zip(found, plain, strict=True):
-        scores = [torch.tensor([s.logprob for s in c.prompt_logprobs if s is not None]) for c in (a, b)]
-        difference = (scores[0] - scores[1]).abs()
+        difference = (scores(a) - scores(b)).abs()
         if len(difference):
-            assert difference.max() < bound, (len(scores[0]), difference.max())
+            assert difference.max() < bound, (len(difference), difference.max())
+
+
+def check_as_exact(found: list[Completion], plain: list[Completion], exact: list[Completion]) -> None:
+    """What bfloat16 costs depends on the model, its depth and its recurrence; graphs must not add to it."""
+    errors = []
+    for some in (found, plain):
+        pairs = [(scores(a), scores(b)) for a, b in zip(some, exact, strict=True)]
+        errors.append(torch.cat([(a - b).abs() for a, b in pairs]))
+    assert len(errors[0]) > 5000
+    assert errors[0].mean() < 1.1 * errors[1].mean(), [e.mean() for e in errors]
+    assert errors[0].max() < 1.5 * errors[1].max(), [e.max() for e in errors]
 
 
 @pytest.fixture(scope="module")
@@ -91,19 +105,17 @@ def test_edges_of_sizes_alone_and_together(folder: Path, flags: dict[str, Any]) 
 def test_every_size_computes_what_eager_steps_do(
     tmp_path: Path, model: str, format: str, overlap: str
 ) -> None:
-    """In bfloat16, with the kernels for Hopper: scores of prompts at the edges of all sizes; experts count
-    tokens only; nothing is compiled."""
+    """In bfloat16, with the kernels for Hopper: scores of prompts at the edges of all sizes are as close to
+    float32's as those of eager steps; experts count tokens only; nothing is compiled."""
     write(tmp_path / "model", sizes_of(model, vocab_size=4096, eos_token_id=4095), format=format)
     scored = SamplingParams(max_tokens=6, ignore_eos=True, prompt_logprobs=1)
+    edges = sorted({n for size in (64, 128, 256, 512, 1024, 2048) for n in (size - 1, size, size + 1)})
     found, counts = [], []
-    for disabled in (False, True):
-        flags = {"disable_prefill_graph": disabled, "overlap_schedule": overlap}
+    for disabled, dtype in ((False, "bfloat16"), (True, "bfloat16"), (True, "float32")):
+        flags = {"disable_prefill_graph": disabled, "overlap_schedule": overlap, "dtype": dtype}
         with LLM(str(tmp_path / "model"), **SETTINGS, **flags) as llm:
             sizes = llm.info()["prefill_graphs"]
             assert isinstance(sizes, list) is not disabled
-            edges = sorted(
-                {n for size in (64, 128, 256, 512, 1024, 2048) for n in (size - 1, size, size + 1)}
-            )
             core = llm._open()
             core._model.reset_counts()
             completions = [c for n in edges[:-1] for c in llm.generate([prompt(n)], scored)]
@@ -112,8 +124,8 @@ def test_every_size_computes_what_eager_steps_do(
             counts.append(sum(map(sum, core._model.expert_counts())))
             if not disabled:
                 assert llm.stats().kernels_compiled == 0
-    close(*found, bound=0.35)
-    assert counts[0] == counts[1]
+    check_as_exact(*found)
+    assert counts[0] == counts[1] == counts[2]
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,8 @@ def test_streams_on_a_gpu(rows: int):
     found += on_gpu.collapsed(x.cuda(), (post.cuda(), y.cuda()), Norm(gain.cuda(), 1e-6))
     wanted += StreamWeights(spec=spec, norm_eps=1e-6, **last).collapsed(x, (post, y), Norm(gain, 1e-6))
     for ours, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(ours.cpu(), theirs, rtol=2e-2, atol=2e-2)
+        # Sums of what rounds to bfloat16 at up to 8, where a unit in the last place is 1/32.
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=2e-2, atol=1 / 32 + 1e-3)
 
 
 def test_divided_rows_compile_for_hopper():

@@ -62,14 +62,17 @@ def ptx(kernel, **constants) -> str:
         if name not in ("tokens", "room", "few", "limit"):
             attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature=signature, constexprs=values, attrs=attributes)
-    return compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=links.OPTIONS).asm["ptx"]
+    warps = links.WARPS if constants["ALL_WORDS"] else links.MANY_WARPS
+    options = {"num_warps": warps, "maxnreg": links.REGISTERS}
+    return compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
 
 def dispatch(format: str, words: bool) -> str:
     row, scale_row = 7168 // PACKED[format], 112 if format == "nvfp4" else 0
     return ptx(
         sending.dispatch_rows, FORMAT=format, ROW=row, SCALE_ROW=scale_row, STRIDE=4 * (row + scale_row),
-        W=8192 // PACKED[format], S=128 if scale_row else 1, WORDS=words, ALL_WORDS=words,
+        W=(8192 if words else 4096) // PACKED[format], S=(128 if words else 64) if scale_row else 1,
+        WORDS=words, ALL_WORDS=words,
     )  # fmt: skip
 
 
