@@ -28,9 +28,6 @@ LISTED = {
     # Handles to what a process or a device has one of.
     ("turnout.kernels.cpu.threads", "_pool"): "threads that compute",
     ("turnout.moe.in_flight", "_stream"): "a device's second stream",
-    # Counters of launches, which are 0 between them, by device and stream.
-    ("turnout.kernels.attention.latent_joined", "_counters"): "programs that have arrived",
-    ("turnout.kernels.attention.latent_joined", "_places"): "which of them a stream has",
     # Constants, computed when first asked for.
     ("turnout.attention.states", "_on_cpu"): "whether there is a kernel for such states on a CPU",
     ("turnout.formats.e2m1", "_pairs"): "a table of decoded pairs on a device",

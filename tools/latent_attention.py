@@ -12,11 +12,6 @@ that the GPU has no room for, are reported and not timed.
 With --chosen each token also attends to as many vectors of its context, anywhere in it, in the tiles that are
 chosen for the shape, as sparse attention does (2048 of 32768: `--chosen 2048 --known`).
 
-With --joined only what is chosen now and, of few requests, the tiles of one launch
-(kernels/attention/latent_joined.py) are measured, and told apart in the last lines:
-
-    python -m tools.latent_attention --joined --requests 1 2 4 8 32 128 --num-heads 128 16 --context 4096
-
 The last lines are the best of each shape, how much faster that is of what is chosen than of the whole, and
 CHOICES for turnout/kernels/attention/latent.py: of each number
 of heads and requests the tiles with the least time over all contexts.
@@ -52,7 +47,6 @@ if TYPE_CHECKING:
 LATENT, ROPE, PAGE = 512, 64, 16
 SCALE = 192**-0.5
 CACHES = 512 * 10**6  # bytes read in turn, ten times the GPU's cache
-MOST_JOINED = 32  # requests of which one launch is tried; more have no spans to join
 BOUND = 2e-2  # of values near 1 in bfloat16
 
 
@@ -92,25 +86,6 @@ def candidates(num_heads: int) -> list[Tiles]:
             SPECIALISED._replace(parts=8, joining=8, shortest=64),
         ]
     return found
-
-
-def joined_candidates(num_heads: int) -> list[Tiles]:
-    """Those of one launch: programs that wait for each other, begun early, together, and both; smaller ones;
-    and the last that joins all."""
-    from turnout.kernels.attention.latent import JOINED
-
-    few = JOINED._replace(heads=16, tokens=32, warps=4, shortest=32)
-    base = JOINED if num_heads >= 64 else few
-    found = [
-        base,
-        base._replace(resident=True, early=False),
-        base._replace(resident=True),
-        few._replace(tokens=64, warps=8, stages=3, shortest=64),
-        few._replace(tokens=64, warps=8, stages=3, shortest=256, joined="last"),
-    ]
-    if num_heads >= 64:
-        return [*found, JOINED._replace(heads=32), JOINED._replace(heads=32, tokens=32, shortest=32)]
-    return [*found, few._replace(stages=3)]
 
 
 @dataclass(frozen=True)
@@ -178,20 +153,17 @@ class Bench:
         """A row of the result; with `error_message` where it was not timed."""
         from triton.runtime.errors import OutOfResources
 
-        from turnout.kernels.attention import latent, latent_joined
+        from turnout.kernels.attention import latent
 
         case = self.case
         splits = latent.spans(case.requests, case.num_heads, case.read, self.processors, tiles)
         row = vars(case) | {"tiles": tiles._asdict(), "splits": splits}
         try:
             found = self.attend(self.caches[-1], self.ragged, tiles, splits)
-        except (OutOfResources, RuntimeError) as error:  # a RuntimeError: how this GPU does not launch
+        except OutOfResources as error:
             return row | {"error_message": str(error)}
         difference = torch.stack([(found[b].float() - self.wanted[b]).abs().max() for b in self._checked()])
         row["error"] = float(difference.max())
-        counter = latent_joined.counters(self.device) if tiles.joined else None
-        if counter is not None and counter.any():
-            return row | {"error_message": "counters that are not 0 after a launch"}
         if not row["error"] < BOUND:
             return row | {"error_message": "wrong"}
 
@@ -255,22 +227,6 @@ def sparse_gains(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def joined_gains(rows: list[dict[str, Any]]) -> list[str]:
-    """Of each shape: what it takes as it is chosen now, and the fastest of one launch."""
-    found = []
-    for now in (row for row in rows if "us" in row and not row["tiles"]["joined"]):
-        case = now["requests"], now["num_heads"], now["context"]
-        same = [row for row in rows if (row["requests"], row["num_heads"], row["context"]) == case]
-        joined = [row for row in same if "us" in row and row["tiles"]["joined"]]
-        if joined:
-            least = min(joined, key=lambda row: row["us"])
-            found.append(
-                f"{case[0]} requests of {case[2]}, {case[1]} heads: two launches {now['us']:.2f} us, one "
-                f"{least['us']:.2f}, {least['share']:.2f} of what it needs"
-            )
-    return found
-
-
 def told(row: dict[str, Any]) -> str:
     tiles = " ".join(f"{k}={v}" for k, v in row["tiles"].items())
     return line({k: v for k, v in row.items() if k != "tiles"}) + f": {tiles}"
@@ -283,7 +239,6 @@ def main() -> None:
     parser.add_argument("--context", type=int, nargs="+", default=[4096, 32768])
     parser.add_argument("--chosen", type=int, default=0, help="of a context, by sparse attention")
     parser.add_argument("--known", action="store_true", help="only the tiles that are chosen now")
-    parser.add_argument("--joined", action="store_true", help="what is chosen now, and tiles of one launch")
     options = parser.parse_args()
     device = device_of(options)
     from turnout.kernels.attention.latent import tiles_for
@@ -296,14 +251,11 @@ def main() -> None:
                 for chosen in (0, options.chosen) if 0 < options.chosen < context else (0,):
                     bench = Bench(Case(requests, num_heads, context, chosen), device)
                     known = [tiles_for(requests, num_heads)]
-                    one = joined_candidates(num_heads) if requests <= MOST_JOINED else []
-                    known += one if options.joined and not chosen else []
-                    only = chosen or options.known or options.joined
-                    for tiles in known if only else [*candidates(num_heads), *one]:
+                    for tiles in known if chosen or options.known else candidates(num_heads):
                         rows.append(bench.measure(tiles))
                         print(told(rows[-1]), flush=True)
                     del bench
-    print("Best:", *map(told, best(rows)), *sparse_gains(rows), *joined_gains(rows), "CHOICES:", sep="\n")
+    print("Best:", *map(told, best(rows)), *sparse_gains(rows), "CHOICES:", sep="\n")
     print(*(f"    {choice}," for choice in choices(rows)), sep="\n", flush=True)
     keep("latent_attention", rows, options)
 

@@ -47,20 +47,6 @@ def test_what_is_chosen_next_to_the_whole(tmp_path: Path) -> None:
     )
 
 
-def test_one_launch_next_to_two(tmp_path: Path) -> None:
-    """Without a GPU programs do not wait for each other: the last joins, in all tiles."""
-    output = tmp_path / "latent.json"
-    tiny = ["--device", "cpu", "--requests", "1", "--num-heads", "4", "--context", "70"]
-    command = [sys.executable, "-m", "tools.latent_attention", *tiny, "--joined", "--output", str(output)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    now, *joined = json.loads(output.read_text())["rows"]
-    assert not now["tiles"]["joined"]
-    assert {row["tiles"]["joined"] for row in joined} == {"each", "last"}
-    assert all(row["error"] < 1e-5 for row in (now, *joined))
-    assert f"1 requests of 70, 4 heads: two launches {now['us']:.2f} us, one " in run.stdout
-
-
 @pytest.mark.more
 def test_all_tiles_give_the_same_as_attention_in_float32(tmp_path: Path) -> None:
     output = tmp_path / "latent.json"

@@ -6,7 +6,6 @@ In float32: the interpreter's products of bfloat16 are wrong.
 from __future__ import annotations
 
 import json
-import math
 
 import torch
 
@@ -18,7 +17,6 @@ from turnout.attention.kinds import AttentionSpec, cache_groups
 from turnout.attention.latent import LatentAttention
 from turnout.attention.paged import paged_attention
 from turnout.attention.up_projection import UpProjection
-from turnout.kernels.attention import latent_joined
 from turnout.kernels.attention.latent import Tiles, attend
 
 results = {}
@@ -52,51 +50,6 @@ results["many-heads"] = error([70], H=40, tiles=Tiles(heads=32)) < 1e-5
 results["ahead"] = error([300, 7, 0, 64], splits=4, tiles=Tiles(tokens=32, ahead=True)) < 1e-5
 results["joined-in-parts"] = error([90, 33], H=20, LC=24, DR=6, splits=2, tiles=Tiles(parts=2)) < 1e-5
 results["deepseek"] = error([100], H=16, LC=512, DR=64, splits=2) < 1e-5
-LAST = Tiles(tokens=16, shortest=16, narrow=True, joined="last")
-results["joined"] = (
-    max(error([300, 7, 129, 64], splits=splits, tiles=LAST) for splits in (1, 2, 4, 16, 32)) < 1e-5
-)
-results["joined-padding"] = error([40, 0, 1, 0], splits=2, tiles=LAST) < 1e-5
-results["joined-heads"] = (
-    max(
-        error([90, 33], H=heads, LC=24, DR=6, page=4, splits=4, tiles=LAST._replace(heads=block))
-        for heads, block in ((16, 16), (20, 16), (20, 32), (64, 64), (128, 64))
-    )
-    < 1e-5
-)
-results["joined-deepseek"] = error([100], H=16, LC=512, DR=64, splits=4, tiles=LAST) < 1e-5
-
-
-def joins_each() -> bool:
-    """Programs that wait, one after the other: they find that all have arrived, but the first of two launches
-    joins what the second has stored before them. The counters of both end as they began, at 0."""
-    B, H, LC, DR, page = 3, 20, 24, 6, 4
-    good = True
-    for splits, heads, ends in ((1, 16, [5, 1, 0]), (8, 16, [99, 17, 0]), (32, 32, [128, 0, 77])):
-        draw = torch.Generator().manual_seed(splits)
-        pages = torch.randperm(B * 32, generator=draw).view(B, 32)
-        cache = torch.randn(B * 32 * page, LC + DR, generator=draw)
-        q = torch.randn(B, H, LC + DR, generator=draw)
-        partial, lse = torch.full((B, H, splits, LC), torch.nan), torch.full((B, H, splits), torch.nan)
-        blocks = B * -(-H // heads)
-        counter = torch.zeros(2 * blocks, dtype=torch.int32)
-        for _ in range(2):
-            out = torch.full((B, H, LC), torch.nan)
-            counter.view(-1, 2)[:, 0] = splits
-            latent_joined.attend_spans(
-                q, cache, pages, torch.tensor(ends), out, partial, lse, counter, 0.3 * math.log2(math.e),
-                page, heads=heads, tokens=16, warps=4, stages=2, each=True, resident=False, early=False,
-            )  # fmt: skip
-            good &= not counter.any()
-        for b, end in enumerate(ends):
-            kept = cache[(pages[b, :, None] * page + torch.arange(page)).flatten()[:end]]
-            wanted = (q[b] @ kept.T * 0.3).softmax(-1) @ kept[:, :LC] if end else torch.zeros(H, LC)
-            good &= bool((out[b] - wanted).abs().max() < 1e-5)
-    return good
-
-
-results["joined-by-each"] = joins_each()
-results["counters"] = not latent_joined.counters(torch.device("cpu")).any()
 results["no-rows"] = attend(
     torch.empty(0, 4, 40),
     torch.empty(16, 40),

@@ -11,7 +11,6 @@ import torch
 
 from tests.kernels import interpreted
 from tests.kernels.compiled import compiled, machine_code
-from turnout.kernels.attention.latent_joined import attend_latent_joined
 from turnout.kernels.attention.latent_specialised import attend_latent_span_specialised
 
 
@@ -29,12 +28,6 @@ CASES = [
     "ahead",
     "joined-in-parts",
     "deepseek",
-    "joined",
-    "joined-padding",
-    "joined-heads",
-    "joined-deepseek",
-    "joined-by-each",
-    "counters",
     "no-rows",
     "steps",
     "sparse-steps",
@@ -99,47 +92,6 @@ def test_specialised_on_a_gpu(H: int, splits: int, page: int):
     for b, kept in enumerate(seen):
         wanted = (q[b].double() @ kept.T * 576**-0.5).softmax(-1) @ kept[:, :512] if len(kept) else 0
         assert (found[b].double() - wanted).abs().max() < 2e-2
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("joined", ["each", "last"])
-@pytest.mark.parametrize("splits", [2, 16, 64, 128])
-@pytest.mark.parametrize("H", [16, 20, 64, 128])
-def test_joined_in_one_launch_on_a_gpu(H: int, splits: int, joined: str):
-    """From a captured graph, replayed with other lengths; counters are 0 again. What no row sees is NaN."""
-    from turnout.kernels.attention import latent_joined
-    from turnout.kernels.attention.latent import JOINED, attend
-
-    torch.manual_seed(0)
-    tiles = JOINED if H >= 64 else JOINED._replace(heads=16 if H == 16 else 32, tokens=32, warps=4)
-    B, page = max(1, min(3, 128 // (splits * -(-H // tiles.heads)))), 16
-    pages = torch.randperm(B * 256).view(B, 256)
-    q, cache = torch.randn(B, H, 576).bfloat16(), torch.full((B * 4096, 576), torch.nan).bfloat16()
-    slots = (pages[..., None] * page + torch.arange(page)).flatten(1)
-    lengths = [[4096, 777, 1], [0, 64, 4095], [129, 0, 0]]
-    given = [t.cuda() for t in (q, cache, pages.int(), torch.zeros(B).int())]
-    rest = {"latent_dim": 512, "page_size": page, "splits": splits, "scale": 576**-0.5}
-    rest["tiles"] = tiles._replace(joined=joined)
-    attend(*given, **rest)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        assert latent_joined.counters(given[0].device) is not None
-        out = attend(*given, **rest)
-    for ends in lengths:
-        cache.fill_(torch.nan)
-        for b, end in enumerate(ends[:B]):
-            cache[slots[b, :end]] = torch.randn(end, 576).bfloat16()
-        given[1].copy_(cache)
-        given[3].copy_(torch.tensor(ends[:B]).int())
-        for _ in range(3):
-            graph.replay()
-        found = out.cpu()
-        for b, end in enumerate(ends[:B]):
-            kept = cache[slots[b, :end]].double()
-            wanted = (q[b].double() @ kept.T * 576**-0.5).softmax(-1) @ kept[:, :512] if end else 0
-            assert (found[b].double() - wanted).abs().max() < 2e-2
-    assert not any(counter.any() for counter in latent_joined._counters.values())
 
 
 @pytest.mark.gpu
@@ -240,23 +192,6 @@ def test_specialised_kernel_compiles_as_designed(tmp_path: Path):
     instructions, _ = machine_code(done, tmp_path)
     # What is begun together runs together. Had operands to wait, ptxas would let each product end first.
     assert len(re.findall(r"HGMMA.*gsb0", instructions)) == 2 * 3 + 2
-
-
-def test_one_launch_compiles_as_designed(tmp_path: Path):
-    """Results are stored before they are counted, and read past the first cache, 16 bytes at a time."""
-    constants = {"SPLITS": 128, "HB": 16, "LC": 512, "DR": 64, "CP": 512, "RP": 64, "PAGE": 16, "TOKENS": 32}
-    pointers = ("q_ptr", "cache_ptr", "out_ptr", "partial_ptr")
-    types = dict.fromkeys(pointers, "*bf16") | dict.fromkeys(("table_ptr", "ends_ptr", "counter_ptr"), "*i32")
-    constants |= {"EACH": True, "PDL": True}
-    done = compiled(attend_latent_joined, constants, warps=4, stages=2, multiples=("H",), **types)
-    stored, counted = done.asm["ptx"].split("atom.global.gpu.release.add")
-    assert "st.global.v4.b32" in stored
-    assert stored.rindex("bar.sync") > stored.rindex("st.global")
-    waited, joined = counted.split("ld.global.gpu.acquire", 1)
-    assert "ld.global" not in waited
-    assert joined.count("ld.global.cg.v4") == 128 * 64 // (4 * 32 * 8)
-    _, needed = machine_code(done, tmp_path)
-    assert " STACK:0" in needed, needed
 
 
 @pytest.mark.parametrize(

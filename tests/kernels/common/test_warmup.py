@@ -374,7 +374,7 @@ def test_no_step_needs_what_first_prompts_did_not(part: Callable[[int], None]):
 
 
 # By models, unless `fewer_launches` has rows for them: tools time them.
-UNUSED = {"attend_compressed_span_specialised", "attend_latent_joined", "multiply_few_rows"}
+UNUSED = {"attend_compressed_span_specialised", "multiply_few_rows"}
 
 
 def test_every_kernel_that_is_launched_is_among_these():

@@ -21,10 +21,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.attention.decode import ROWS, join_spans
-from turnout.kernels.common import fewer_launches
 from turnout.kernels.common.dependent import launches_early
 
-MOST_SPANS, MOST_JOINED = 64, 128
+MOST_SPANS = 64
 
 
 class Tiles(NamedTuple):
@@ -35,9 +34,7 @@ class Tiles(NamedTuple):
     for which contexts are cut. shortest: tokens of a span, of the longest context. ahead: as the kernel's.
     narrow: spans leave results in q's dtype, half of float32's bytes. parts: programs that join the spans of
     a head, with `joining` warps in all. specialised: by the kernel of latent_specialised.py, which has 64
-    heads and tokens and 12 warps; see `can_specialise`. joined: by that of latent_joined.py, in one launch,
-    where programs are `each` (of no more than there are multiprocessors) or `last` to join; resident, early:
-    as there.
+    heads and tokens and 12 warps; see `can_specialise`.
     """
 
     heads: int = 16
@@ -51,9 +48,6 @@ class Tiles(NamedTuple):
     parts: int = 1
     joining: int = 8
     specialised: bool = False
-    joined: str = ""
-    resident: bool = False
-    early: bool = True
 
 
 SPECIALISED = Tiles(64, 64, 12, 2, 1, shortest=128, ahead=True, narrow=True, joining=2, specialised=True)
@@ -66,17 +60,10 @@ CHOICES: tuple[tuple[int, int, Tiles], ...] = (
     (16, 4, _FEW_HEADS._replace(tokens=64, warps=8)),
     (16, 1 << 30, SPECIALISED),
 )
-# The same in one launch, of up to `fewer_launches.LATENT_ROWS` rows.
-JOINED = Tiles(64, 64, 8, 2, 1, shortest=64, ahead=True, narrow=True, joined="each")
-JOINED_CHOICES: tuple[tuple[int, int, Tiles], ...] = (
-    (64, 4, JOINED),
-    (16, 4, JOINED._replace(heads=16, tokens=32, warps=4, shortest=32)),
-)
 
 
 def tiles_for(rows: int, num_heads: int) -> Tiles:
-    choices = (*JOINED_CHOICES, *CHOICES) if rows <= fewer_launches.LATENT_ROWS else CHOICES
-    return next((tiles for least, most, tiles in choices if num_heads >= least and rows <= most), Tiles())
+    return next((tiles for least, most, tiles in CHOICES if num_heads >= least and rows <= most), Tiles())
 
 
 def can_specialise(q_BHC: Tensor, latent_dim: int) -> bool:
@@ -154,8 +141,7 @@ def spans(batch: int, num_heads: int, max_context: int, processors: int, tiles: 
     `tiles` wants, where contexts can be that long."""
     tiles = tiles or tiles_for(batch, num_heads)
     wanted = max(1, tiles.programs * processors // (batch * -(-num_heads // tiles.heads)))
-    most = MOST_JOINED if tiles.joined else MOST_SPANS
-    return 1 << (min(wanted, max(1, max_context // tiles.shortest), most).bit_length() - 1)
+    return 1 << (min(wanted, max(1, max_context // tiles.shortest), MOST_SPANS).bit_length() - 1)
 
 
 def attend(
@@ -187,14 +173,7 @@ def attend(
         kept_as = q.dtype if tiles.narrow else torch.float32
         partial = out if whole else out.new_empty(len(q), H, splits, latent_dim, dtype=kept_as)
         lse = out.new_empty(len(q), H, splits, dtype=torch.float32)
-        factor = scale * math.log2(math.e)
-        if (
-            not whole
-            and tiles.joined
-            and _joined(q, cache_SC, table, ends, out, partial, lse, factor, page_size, tiles)
-        ):
-            continue
-        _attend_spans(q, cache_SC, table, ends, partial, lse, factor, page_size, tiles)
+        _attend_spans(q, cache_SC, table, ends, partial, lse, scale * math.log2(math.e), page_size, tiles)
         if whole:
             continue
         width = triton.next_power_of_2(latent_dim) // tiles.parts
@@ -203,28 +182,6 @@ def attend(
             num_warps=max(1, tiles.joining // tiles.parts), launch_pdl=early,
         )  # fmt: skip
     return out_BHL
-
-
-def _joined(
-    q: Tensor, cache: Tensor, table: Tensor, ends: Tensor, out: Tensor, partial: Tensor, lse: Tensor,
-    scale: float, page_size: int, tiles: Tiles,
-) -> bool:  # fmt: skip
-    """Fill `out` in one launch, if it can be: there are counters, and programs that wait are all resident."""
-    from turnout.kernels.attention import latent_joined
-
-    counter = latent_joined.counters(q.device)
-    B, H, splits = lse.shape
-    blocks = B * -(-H // tiles.heads)
-    each = tiles.joined == "each" and q.is_cuda
-    each = each and blocks * splits <= torch.cuda.get_device_properties(q.device).multi_processor_count
-    if counter is None or blocks > latent_joined.BLOCKS:
-        return False
-    latent_joined.attend_spans(
-        q, cache, table, ends, out, partial, lse, counter, scale, page_size, heads=tiles.heads,
-        tokens=tiles.tokens, warps=tiles.warps, stages=tiles.stages, each=each,
-        resident=each and tiles.resident, early=tiles.early and launches_early(q.device),
-    )  # fmt: skip
-    return True
 
 
 def _attend_spans(

@@ -11,8 +11,6 @@ Off until they have been timed on a GPU next to the launches that they replace
   that of ROUTING_ROWS does: not fewer launches, but a shorter one.
 * FP8_ROWS, at most 4: products with FP8 weights are those of kernels/common/few_rows.py, together with those
   with 16-bit rows of the same inputs: DeltaNet's b and a, a shared expert's gate.
-* LATENT_ROWS, at most 4: spans of latent attention are joined in the launch that makes them
-  (kernels/attention/latent_joined.py), in place of two.
 """
 
 from __future__ import annotations
@@ -22,4 +20,3 @@ ATTENTION_ROWS = 0
 ROUTING_ROWS = 0
 COUNTED_TOKENS = 0
 FP8_ROWS = 0
-LATENT_ROWS = 0
