@@ -13,7 +13,8 @@ a busy host does not lengthen it. `floor_share` is the time that reading the ste
 over the step's: weights outside experts without the input embedding, experts as far as uniform routing
 reaches them, what attention sees of the cache, and states of requests, which are written too. Prompts of
 --prefill tokens are timed from their arrival to the first token of the last. Other flags of the engine are
-read from the environment.
+read from the environment. `copy_share` is the time that the same bytes take at the rate of a copy of this GPU,
+`copied_bytes_per_s`, over a replay's.
 
     python -m tools.decode_steps /dev/shm/qwen3-30b --fewer-launches --requests 1 16 64 128 --eager --prefill
 
@@ -40,7 +41,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tools.command_line import parser_for
-from tools.kernel_timing import BYTES_PER_S
+from tools.kernel_timing import BYTES_PER_S, copied_bytes_per_s
 from tools.timeline import busy
 from turnout import LLM, SamplingParams
 from turnout.attention.caches import AttentionCaches
@@ -115,6 +116,7 @@ class Bench:
         if torch.cuda.is_available():
             self.loaded["allocated_bytes"] = torch.cuda.memory_allocated()
             self.loaded["peak_bytes"] = torch.cuda.max_memory_allocated()
+            self.loaded["copied_bytes_per_s"] = copied_bytes_per_s(torch.device("cuda"))
         print(self.loaded, flush=True)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -204,7 +206,11 @@ class Bench:
         replays = replay_ms(core)
         core.abort(ids)
         core.step()
-        share = self._bytes_read(core, requests) / BYTES_PER_S / (step_ms / 1e3)
+        nbytes = self._bytes_read(core, requests)
+        if replays:
+            at_a_copys_rate = nbytes / self.loaded["copied_bytes_per_s"] * 1e3
+            replays["copy_share"] = at_a_copys_rate / replays["replay_ms"]
+        share = nbytes / BYTES_PER_S / (step_ms / 1e3)
         return {"step_ms": step_ms, "floor_share": share} | replays | _kernels(seen, PROFILED)
 
     def _bytes_read(self, core: EngineCore, requests: int) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
@@ -61,7 +62,16 @@ def compile_ahead(launch: Callable[[], object]) -> int:
     return len(records)
 
 
-def seconds_of(run: Callable[[], None], device: torch.device) -> tuple[float, float]:
+def copied_bytes_per_s(device: torch.device) -> float:
+    """Of this device's memory, read and written by a copy of 1 GiB, the median of ten; of what a GPU's caches
+    do not hold."""
+    source = torch.zeros(1 << 30, dtype=torch.uint8, device=device)
+    to = torch.empty_like(source)
+    times = [seconds_of(lambda: to.copy_(source), device)[0] for _ in range(10)]
+    return 2 * len(source) / statistics.median(times)
+
+
+def seconds_of(run: Callable[[], object], device: torch.device) -> tuple[float, float]:
     """Of a run: on the device, in a CUDA graph, and of the host to launch it."""
     if device.type == "cpu":
         began = time.perf_counter()
