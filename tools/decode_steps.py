@@ -13,7 +13,7 @@ a busy host does not lengthen it. `floor_share` is the time that reading the ste
 over the step's: weights outside experts without the input embedding, experts as far as uniform routing
 reaches them, what attention sees of the cache, and states of requests, which are written too. Prompts of
 --prefill tokens are timed from their arrival to the first token of the last. Other flags of the engine are
-read from the environment. `copy_share` is the time that the same bytes take at the rate of a copy of this GPU,
+read from the environment. `copy_share` is the time that the same bytes take at this GPU's own copy rate,
 `copied_bytes_per_s`, over a replay's.
 
     python -m tools.decode_steps /dev/shm/qwen3-30b --fewer-launches --requests 1 16 64 128 --eager --prefill
