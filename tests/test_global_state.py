@@ -35,7 +35,7 @@ LISTED = {
     ("turnout.formats.int4", "_pairs"): "a table of decoded pairs on a device",
     ("turnout.kernels.common.dependent", "launches_early"): "whether a device can launch dependents early",
     ("turnout.kernels.hopper.dense_fp8", "plan"): "the tile that should take least, by shape",
-    ("turnout.kernels.common.few_rows", "cut"): "how a product of few rows is cut",
+    ("turnout.kernels.common.few_rows", "part_count"): "into how many parts a product of few rows is cut",
 }
 
 

@@ -60,18 +60,16 @@ PROMPT, LENGTH = 64, 128  # tokens of a prompt that is computed, and of an answe
 STEPS, PROFILED = 40, 4
 REPLAYS, GROUPS = 10, 9  # of a graph, between two events, and how many times
 KERNELS = 16  # listed per row, those that take most
-NONE = {"ATTENTION_ROWS": 0, "ROUTING_ROWS": 0, "COUNTED_TOKENS": 0, "FP8_ROWS": 0}
+NONE = {"ATTENTION_ROWS": 0, "ROUTING_ROWS": 0, "COUNTED_TOKENS": 0}
 WAYS: dict[str, dict[str, int]] = {  # of fewer launches: what differs from NONE
     "none": {},
     "attention": {"ATTENTION_ROWS": fewer_launches.MOST_ROWS},
     "routing": {"ROUTING_ROWS": 1},
     "counting": {"COUNTED_TOKENS": 256},
-    "fp8": {"FP8_ROWS": 4},
     "all": {
         "ATTENTION_ROWS": fewer_launches.MOST_ROWS,
         "ROUTING_ROWS": 1,
         "COUNTED_TOKENS": 256,
-        "FP8_ROWS": 4,
     },
     "none again": {},
 }

@@ -7,8 +7,8 @@ Of DeepSeek-V3's, DeepSeek-V4-Flash's, Qwen3.5-35B-A3B's and Qwen3-30B-A3B's mat
 weights that left the cache: us of a product whose parts rows.py adds up, as the next norm does. Ways: `rows`,
 row_gemm.py as models call it, and with other tiles (rows x outputs x columns, warps, stages); `specialised`,
 hopper/dense_fp8.py (rows, groups x blocks of 64 outputs, stages, and parts); `planned`, what that file
-chooses among both. Up to 8 rows: `split`, split_gemm.py as models call it, and up to 4 `few`, few_rows.py as
-it chooses and in other cuts (outputs of a program, and parts); `alone` are these without the sum of the
+chooses among both. Up to 8 rows: `split`, split_gemm.py as models call it, and up to 2 `few`, few_rows.py as
+it chooses and in other numbers of parts; `alone` are these without the sum of the
 parts. Every way's result is compared with float64 products of the decoded weights first, also of shapes that
 fill no tile. `bytes_us`: the weights at the rate of a copy; `products_us`: at 790 TFLOP/s.
 """
@@ -94,15 +94,15 @@ def split(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def ways(rows_: int, outputs: int, inputs: int) -> Iterator[tuple[str, Way]]:
-    def few(how: few_rows.Cut | None, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-        return few_rows.parts(x, weight, scale, how)
+    def few(count: int | None, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        return few_rows.parts(x, weight, scale, count)
 
     if rows_ <= MOST_FEW:
         yield "split", split
         if rows_ <= few_rows.MOST_ROWS and inputs % few_rows.STEP == 0:
             yield "few", partial(few, None)
-            for how in few_rows.cuts(outputs, inputs):
-                yield f"few {how.outputs} P{how.parts}", partial(few, how)
+            for count in few_rows.counts(outputs, inputs):
+                yield f"few P{count}", partial(few, count)
         return
 
     def by_rows(tile: row_gemm.Tile | None, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:

@@ -73,14 +73,12 @@ def test_each_way_of_fewer_launches_has_rows(tiny_folder: Path, monkeypatch: pyt
     fewer = decode_steps.fewer_launches
 
     def capture(sizes: list[int]) -> None:
-        first = fewer.ATTENTION_ROWS, fewer.ROUTING_ROWS, fewer.COUNTED_TOKENS
-        captured.append((sizes, *first, fewer.FP8_ROWS))
+        captured.append((sizes, fewer.ATTENTION_ROWS, fewer.ROUTING_ROWS, fewer.COUNTED_TOKENS))
 
     monkeypatch.setattr(core._forward, "capture", capture)
     monkeypatch.setattr(core._forward, "graphs", Namespace(sizes=[], capture_one_more=lambda: False))
     rows = bench._by_ways(core)
-    chosen = [(0, 0, 0, 0), (256, 0, 0, 0), (0, 1, 0, 0), (0, 0, 256, 0)]
-    chosen += [(0, 0, 0, 4), (256, 1, 256, 4), (0, 0, 0, 0)]
+    chosen = [(0, 0, 0), (256, 0, 0), (0, 1, 0), (0, 0, 256), (256, 1, 256), (0, 0, 0)]
     assert captured == [([1, 2], *each) for each in chosen]
     assert [(row["fewer_launches"], row["requests"]) for row in rows] == [
         (way, requests) for way in decode_steps.WAYS for requests in (2, 1)

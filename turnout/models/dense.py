@@ -149,14 +149,12 @@ def product(multiply: Linear, x_NK: Tensor, weight_MK: Dense, bias_M: Tensor | N
 
 def product_of_both(multiply: Linear, x_NK: Tensor, large: Dense, small_RK: Tensor) -> Tensor | None:
     """Parts [P, N, M + R] of the products by `large` [M, K] and by `small` in one launch, of few rows on a
-    GPU where `multiply` is `linear` and `large` is in FP8 (`fewer_launches.FP8_ROWS`); None elsewhere."""
-    from turnout.kernels.common import fewer_launches
-
-    if multiply is not linear or len(x_NK) > fewer_launches.FP8_ROWS or not runs_triton(x_NK.device):
+    GPU where `multiply` is `linear` and `large` is in FP8 (kernels/common/few_rows.py); None elsewhere."""
+    if multiply is not linear or not isinstance(large, Fp8Weight) or not runs_triton(x_NK.device):
         return None
     from turnout.kernels.common import few_rows
 
-    if not isinstance(large, Fp8Weight) or not few_rows.runs(x_NK, large.data_MK, large.group):
+    if not few_rows.runs(x_NK, large.data_MK, large.group):
         return None
     return few_rows.parts(x_NK, large.data_MK, large.scale_GM, None, small_RK.contiguous())
 
@@ -189,11 +187,10 @@ def gated_product(x: Tensor, token: Tensor, weight_MK: Dense, more_1M: Tensor) -
 
 def _parts(x_NK: Tensor, weight_MK: Fp8Weight, bias_M: Tensor | None) -> Tensor | None:
     """Of up to SOME rows; with a bias of few."""
-    from turnout.kernels.common import few_rows, fewer_launches, row_gemm, split_gemm
+    from turnout.kernels.common import few_rows, row_gemm, split_gemm
 
     data_MK, scale_GM, group = weight_MK.data_MK, weight_MK.scale_GM, weight_MK.group
-    few = len(x_NK) <= fewer_launches.FP8_ROWS
-    if few and bias_M is None and few_rows.runs(x_NK, data_MK, group):
+    if bias_M is None and few_rows.runs(x_NK, data_MK, group):
         return few_rows.parts(x_NK, data_MK, scale_GM)
     found = split_gemm.parts(x_NK, data_MK, bias_M, scale_GM=scale_GM, group=group)
     if found is not None or bias_M is not None or len(x_NK) > SOME:

@@ -37,6 +37,7 @@ from turnout.kernels.attention import (
     prefill,
 )
 from turnout.kernels.common import (
+    few_rows,
     fewer_launches,
     fp8_weights,
     gated_row,
@@ -156,6 +157,9 @@ def fp8_products(size: int) -> None:
     """Of matrices that stay in FP8, such as attention's."""
     scales, group = torch.empty(H // 128, 4 * H), 128
     weight = torch.empty(4 * H, H, dtype=torch.float8_e4m3fn)
+    if size <= few_rows.MOST_ROWS:
+        for more in (None, b16(16, H)):
+            few_rows.parts(b16(size, H), weight, scales, None, more)
     row_gemm.linear(b16(size, H), weight, None, scale_GM=scales, group=group)
     row_gemm.parts(b16(size, H), weight, scales, group)
     split_gemm.parts(b16(size, H), weight, scale_GM=scales, group=group)
@@ -374,7 +378,7 @@ def test_no_step_needs_what_first_prompts_did_not(part: Callable[[int], None]):
 
 
 # By models, unless `fewer_launches` has rows for them: tools time them.
-UNUSED = {"attend_compressed_span_specialised", "multiply_few_rows"}
+UNUSED = {"attend_compressed_span_specialised"}
 
 
 def test_every_kernel_that_is_launched_is_among_these():

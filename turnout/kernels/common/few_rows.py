@@ -1,12 +1,13 @@
-"""A product of one to four rows with FP8 weights, without tensor cores (Triton).
+"""A product of one row or two with FP8 weights, without tensor cores (Triton).
 
 split_gemm.py decodes each weight, times its scale, to the type of the rows and hands it to tensor cores by
 way of shared memory: four instructions a weight and 4 bytes through shared memory, which take about as long
 as reading the weight, and not at the same time, since all programs load at once. And it cuts the inner
 dimension into up to 16 parts, each of which whoever comes next reads again. Here a thread multiplies the 16
 weights that it loaded, in float32, and adds them up before it multiplies the sum by their scale; parts are
-fewer, for programs have 16 or 32 outputs. Weights of the next step are on their way during each, those of the
-first before the program waits for the kernel that makes its rows.
+fewer, for programs have 16 outputs. Weights of the next step are on their way during each, those of the
+first before the program waits for the kernel that makes its rows. Of four rows tensor cores are faster
+(benchmarks/results/dense-fp8-few-nvidia-h100-2026-11-27.json); three were not measured.
 
 Legend: N rows, K inputs, M outputs, P parts, G groups of 128 inputs that share a scale.
 """
@@ -14,7 +15,6 @@ Legend: N rows, K inputs, M outputs, P parts, G groups of 128 inputs that share 
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -25,17 +25,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from turnout.kernels.common.dependent import launches_early
 from turnout.kernels.common.row_gemm import PROCESSORS
 
-MOST_ROWS = 4
+MOST_ROWS = 2
+OUTPUTS = 16  # of a program; with 32 no product took less, at its best number of parts
 STEP, GROUP = 512, 128  # inputs of a step, 16 of each thread of a warp; and under one scale
-RESIDENT = {16: 4, 32: 2}  # programs that a multiprocessor's registers leave room for, by their outputs
+REGISTERS, RESIDENT = 128, 4  # of a thread, few of which spill; programs that a multiprocessor has room for
 BYTES_PER_US, ROUND_US = 4.2e6, 0.3  # of an H200
-
-
-class Cut(NamedTuple):
-    """Outputs of a program, and parts of the inner dimension."""
-
-    outputs: int
-    parts: int
 
 
 @triton.jit
@@ -87,24 +81,15 @@ def multiply_tile(
     next0 = load_row(x_ptr, 0, N, x_stride, c, known)
     acc0 = tl.zeros([OUTPUTS, 4, 8], tl.float32)
     next1 = next0
-    next2 = next0
-    next3 = next0
     acc1 = acc0
-    acc2 = acc0
-    acc3 = acc0
     if ROWS > 1:
         next1 = load_row(x_ptr, 1, N, x_stride, c, known)
-    if ROWS > 2:
-        next2 = load_row(x_ptr, 2, N, x_stride, c, known)
-        next3 = load_row(x_ptr, 3, N, x_stride, c, known)
     for step in range(0, steps):
         more = step + 1 < steps
         w = w_next.to(tl.float32)
         scale = scale_next
         x0 = next0
         x1 = next1
-        x2 = next2
-        x3 = next3
         w_at += 512
         scale_at += 4 * M
         c += 512
@@ -114,17 +99,9 @@ def multiply_tile(
         if ROWS > 1:
             next1 = load_row(x_ptr, 1, N, x_stride, c, known & more)
             acc1 += thread_sums(w, scale, x1, OUTPUTS)
-        if ROWS > 2:
-            next2 = load_row(x_ptr, 2, N, x_stride, c, known & more)
-            next3 = load_row(x_ptr, 3, N, x_stride, c, known & more)
-            acc2 += thread_sums(w, scale, x2, OUTPUTS)
-            acc3 += thread_sums(w, scale, x3, OUTPUTS)
     store_row(acc0, y_ptr, 0, N, y_stride, m, m < M)
     if ROWS > 1:
         store_row(acc1, y_ptr, 1, N, y_stride, m, m < M)
-    if ROWS > 2:
-        store_row(acc2, y_ptr, 2, N, y_stride, m, m < M)
-        store_row(acc3, y_ptr, 3, N, y_stride, m, m < M)
 
 
 @triton.jit(do_not_specialize=["N", "more", "steps"])
@@ -134,7 +111,7 @@ def multiply_few_rows(
 ):  # fmt: skip
     """y[p] float32 [N, M + more] = x[:, piece p] @ w[:, piece p].T, pieces of `steps` x 512 inputs.
 
-    x [N, K] of up to ROWS (1, 2 or 4) rows; w e4m3 [M, K], with scales float32 [G, M], and behind it, if
+    x [N, K] of ROWS, 1 or 2; w e4m3 [M, K], with scales float32 [G, M], and behind it, if
     MORE, that many rows [more, K] that are not e4m3. The grid is tiles of OUTPUTS outputs of either, and
     pieces.
     """
@@ -163,58 +140,52 @@ def multiply_few_rows(
         )  # fmt: skip
 
 
-def cuts(outputs: int, inputs: int) -> list[Cut]:
-    """All into parts of whole steps, but for those into far more programs than a GPU holds."""
-    steps, most = inputs // STEP, 4 * PROCESSORS * max(RESIDENT.values())
-    counts = [count for count in range(1, steps + 1) if steps % count == 0]
-    found = [Cut(size, count) for size in RESIDENT for count in counts]
-    return [one for one in found if one.parts == 1 or -(-outputs // one.outputs) * one.parts <= most]
+def counts(outputs: int, inputs: int) -> list[int]:
+    """Numbers of parts of whole steps, but for those of far more programs than a GPU holds."""
+    steps, most = inputs // STEP, 4 * PROCESSORS * RESIDENT
+    found = [count for count in range(1, steps + 1) if steps % count == 0]
+    return [count for count in found if count == 1 or -(-outputs // OUTPUTS) * count <= most]
 
 
-def expected_us(how: Cut, outputs: int, inputs: int) -> float:
-    """What it should take on an H200, counted and not measured: rounds of resident programs at the rate of a
-    copy, the beginning of each, and parts that are written and read."""
-    resident = RESIDENT[how.outputs]
-    programs = -(-outputs // how.outputs) * how.parts
-    rounds = -(-programs // (PROCESSORS * resident))
-    read = rounds * resident * how.outputs * (inputs // how.parts)
-    return read / BYTES_PER_US * PROCESSORS + ROUND_US * rounds + how.parts * outputs * 8 / BYTES_PER_US
+def expected_us(count: int, outputs: int, inputs: int) -> float:
+    """What so many parts should take on an H200, counted and not measured: rounds of resident programs at the
+    rate of a copy, the beginning of each, and parts that are written and read."""
+    rounds = -(-(-(-outputs // OUTPUTS) * count) // (PROCESSORS * RESIDENT))
+    read = rounds * RESIDENT * OUTPUTS * (inputs // count)
+    return read / BYTES_PER_US * PROCESSORS + ROUND_US * rounds + count * outputs * 8 / BYTES_PER_US
 
 
 @cache
-def cut(outputs: int, inputs: int) -> Cut:
+def part_count(outputs: int, inputs: int) -> int:
     """The one that should take least."""
-    return min(cuts(outputs, inputs), key=lambda how: expected_us(how, outputs, inputs))
-
-
-def registers(rows: int, outputs: int, more: bool) -> int:
-    """That a thread may have: as few as are not spilled, so that more programs are resident."""
-    if outputs > 16 or (rows > 2 and more):
-        return 255
-    return 168 if rows > 2 else 128
+    return min(counts(outputs, inputs), key=lambda count: expected_us(count, outputs, inputs))
 
 
 def runs(x_NK: Tensor, weight_MK: Tensor, group: int) -> bool:
-    """Whether `parts` takes these: one to four rows, e4m3 weights with scales of 128 inputs each, and whole
+    """Whether `parts` takes these: one row or two, e4m3 weights with scales of 128 inputs each, and whole
     steps of inputs."""
     kinds = weight_MK.dtype == torch.float8_e4m3fn and group == GROUP and weight_MK.is_contiguous()
     return kinds and 0 < len(x_NK) <= MOST_ROWS and x_NK.shape[1] % STEP == 0 and x_NK.stride(1) == 1
 
 
 def parts(
-    x_NK: Tensor, weight_MK: Tensor, scale_GM: Tensor, how: Cut | None = None, more_RK: Tensor | None = None
+    x_NK: Tensor,
+    weight_MK: Tensor,
+    scale_GM: Tensor,
+    count: int | None = None,
+    more_RK: Tensor | None = None,
 ) -> Tensor:
-    """float32 [P, N, M], whose sum over P is x @ weight.T; see `runs`. scale: float32, contiguous. how: None:
-    what `cut` says. more: contiguous, of x's type, whose products follow: [P, N, M + R]."""
+    """float32 [P, N, M], whose sum over P is x @ weight.T; see `runs`. scale: float32, contiguous. count: of
+    parts; None: what `part_count` says. more: contiguous, of x's type, whose products follow: [P, N, M + R].
+    """
     (N, K), M = x_NK.shape, len(weight_MK)
-    how = how or cut(M, K)
+    count = count or part_count(M, K)
     more = 0 if more_RK is None else len(more_RK)
-    y_PNM = torch.empty(how.parts, N, M + more, dtype=torch.float32, device=x_NK.device)
+    y_PNM = torch.empty(count, N, M + more, dtype=torch.float32, device=x_NK.device)
     early = launches_early(x_NK.device)
-    multiply_few_rows[(-(-M // how.outputs) + -(-more // how.outputs), how.parts)](
+    multiply_few_rows[(-(-M // OUTPUTS) + -(-more // OUTPUTS), count)](
         x_NK, weight_MK, scale_GM, x_NK if more_RK is None else more_RK, y_PNM,
-        N, M, more, K, x_NK.stride(0), K // STEP // how.parts,
-        triton.next_power_of_2(N), how.outputs, more > 0, early, num_warps=4, num_stages=1, launch_pdl=early,
-        maxnreg=registers(N, how.outputs, more > 0),
+        N, M, more, K, x_NK.stride(0), K // STEP // count,
+        N, OUTPUTS, more > 0, early, num_warps=4, num_stages=1, launch_pdl=early, maxnreg=REGISTERS,
     )  # fmt: skip
     return y_PNM

@@ -9,8 +9,6 @@ Off until they have been timed on a GPU next to the launches that they replace
   (kernels/common/routed_row.py), in place of two.
 * COUNTED_TOKENS: a launch that chooses experts counts their places (kernels/common/route_by_counting.py), as
   that of ROUTING_ROWS does: not fewer launches, but a shorter one.
-* FP8_ROWS, at most 4: products with FP8 weights are those of kernels/common/few_rows.py, together with those
-  with 16-bit rows of the same inputs: DeltaNet's b and a, a shared expert's gate.
 """
 
 from __future__ import annotations
@@ -19,4 +17,3 @@ MOST_ROWS = 256  # that ATTENTION_ROWS may be
 ATTENTION_ROWS = 0
 ROUTING_ROWS = 0
 COUNTED_TOKENS = 0
-FP8_ROWS = 0
