@@ -62,7 +62,7 @@ def test_results_are_shown_as_they_were_measured(generator, tmp_path):
     page.write_text(f"{generator.BEGIN.format('moe-cpu')}\nold\n{generator.END}\n")
     results = tmp_path / "benchmarks" / "results"
     results.mkdir(parents=True)
-    row = {"shape": "s", "format": "nvfp4", "tokens": 4, "compute_dtype": "float32", "error": 0.0}
+    row = {"shape": "s", "format": "nvfp4", "tokens": 16, "compute_dtype": "float32", "error": 0.0}
     rows = [
         row | {"runner": "torch", "peer": False, "time_us": 2000.0},
         row | {"runner": "transformers a", "peer": True, "time_us": 9000.0},
@@ -72,15 +72,41 @@ def test_results_are_shown_as_they_were_measured(generator, tmp_path):
     head = {"device": "AMD", "driver": "", "versions": {"torch": "1"}, "date": "d", "commit": "abc"}
     (results / "moe-amd-d.json").write_text(json.dumps(head | {"rows": rows}))
     assert generator.main([], root=tmp_path) == 0
-    assert "| nvfp4 | 4 | 2.00 (float32) | 5.00 (b, float32) | 2.50 |" in page.read_text()
+    assert "| AMD | nvfp4 |  | 2.00 (2.50x) |  |" in page.read_text()
     assert "commit `abc`" in page.read_text()
     units = {"device": "Intel", "processor": "Intel", "bf16_units": "amx_bf16"}
     more = [row | {"runner": "torch", "peer": False, "time_us": 1000.0}, *rows[1:]]
     (results / "moe-intel-d.json").write_text(json.dumps(head | units | {"rows": more}))
     assert generator.main([], root=tmp_path) == 0
-    assert "| nvfp4 | 4 | 2.00 (float32) | 5.00 (b, float32) | 2.50 |" in page.read_text()
-    assert "| nvfp4 | 4 | 1.00 (float32) | 5.00 (b, float32) | 5.00 |" in page.read_text()
+    assert "| AMD | nvfp4 |  | 2.00 (2.50x) |  |" in page.read_text()
+    assert "| Intel (bf16 units: amx_bf16) | nvfp4 |  | 1.00 (5.00x) |  |" in page.read_text()
     assert "Intel (bf16 units: amx_bf16); torch 1" in page.read_text()
+
+
+def test_the_newest_run_of_a_load_counts_and_runs_that_compare_settings_do_not(generator, tmp_path):
+    """A page of notes, one folder deeper, links to the same files."""
+    (tmp_path / "docs" / "notes").mkdir(parents=True)
+    pages = [tmp_path / "docs" / "performance.md", tmp_path / "docs" / "notes" / "some.md"]
+    for page in pages:
+        page.write_text(f"{generator.BEGIN.format('serve-h200')}\nold\n{generator.END}\n")
+    results = tmp_path / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    load = {"model": "m fp8", "input_len": 1024, "output_len": 128, "max_concurrency": 8}
+    times = {"median_ttft_ms": 5.0, "p99_ttft_ms": 7.0, "median_tpot_ms": 1.0}
+    for name, date, rates in (
+        ("serve-m-nvidia-h200", "2026-01-03", (40.0, 50.0)),
+        ("serve-nvidia-h200", "2026-01-01", (10.0,)),
+        ("serve-nvidia-h200", "2026-01-02", (20.0,)),
+        ("serve-schedules-nvidia-h200", "2026-01-04", (60.0,)),
+    ):
+        rows = [load | times | {"output_throughput": rate} for rate in rates]
+        content = {"date": date, "devices": 1, "rows": rows}
+        (results / f"{name}-{date}.json").write_text(json.dumps(content))
+    assert generator.main([], root=tmp_path) == 0
+    for page, up in zip(pages, ("..", "../.."), strict=True):
+        link = f"[2026-01-03]({up}/benchmarks/results/serve-m-nvidia-h200-2026-01-03.json)"
+        rows = [line for line in page.read_text().splitlines() if line.startswith("| m fp8")]
+        assert rows == [f"| m fp8 | 1 | 1,024 / 128 | 8 | 50 | 5 | 7 | 1.00 | {link} |"]
 
 
 def test_every_result_stands_on_one_page_and_every_page_asks_for_one_that_exists(generator):

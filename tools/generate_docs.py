@@ -66,6 +66,7 @@ def wanted(root: Path) -> dict[Path, str]:
     if table_of_runs.is_file():
         files[table_of_runs] = with_runs(table_of_runs.read_text(), runs)
     results = tables(root / "benchmarks" / "results", root / "turnout" / "assets" / "tuning")
+    deeper = {name: body.replace("](../", "](../../") for name, body in results.items()}
     notes = sorted((root / "docs" / "notes").glob("*.md"))
     blocks = {
         root / "README.md": {
@@ -78,7 +79,8 @@ def wanted(root: Path) -> dict[Path, str]:
             "bounds": bounds(),
             "launchers": launchers.in_words(ROOT / "benchmarks" / "results"),
         },
-        **dict.fromkeys((root / "docs" / "performance.md", *notes), results),
+        root / "docs" / "performance.md": results,
+        **dict.fromkeys(notes, deeper),
     }
     for page, bodies in blocks.items():
         if page.is_file():

@@ -5,16 +5,28 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tools.engine_tables import attention, prompts, serving_on_gpu, steps, two_batches
+from tools.engine_tables import attention, serving_on_gpu, two_batches
 from tools.headline import layer_ratios, machine_of, newest, newest_of_cpus, next_to_vllm
 from tools.tables import table
 
 HOPPER = ("hopper", "triton")  # the runner, and its name in older results
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
+# Rows that docs/performance.md shows of a result which a note has whole.
+SHORT: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "a2a-libraries-h200": lambda row: row["tokens"] == 128,
+    "a2a-nvlink-x4-h200": lambda row: row["tokens"] in (1, 128, 4096),
+    "attention-h200": lambda row: (
+        (row["shape"] != "64/8 x 64" and row["page_size"] == 16)
+        and (row["requests"], row["tokens"], row["context"])
+        in ((1, 2048, 2048), (1, 1, 1024), (128, 1, 1024), (16, 1, 8192))
+    ),
+    "overlap-h200": lambda row: row["dispatcher"] == "nvlink",
+}
 
 
 def tables(folder: Path, tuning: Path) -> dict[str, str]:
@@ -28,12 +40,6 @@ def tables(folder: Path, tuning: Path) -> dict[str, str]:
         ("a2a-nvlink-x2-h200", "a2a-nvlink", "nvidia-h200-x2", next_to_gathering),
         ("a2a-nvlink-x4-h200", "a2a-nvlink", "nvidia-h200-x4", next_to_gathering),
         ("row-gemm-h200", "row-gemm", "nvidia-h200", row_products),
-        ("steps-h200", "steps", "nvidia-h200", steps),
-        ("prompts-h200", "steps", "nvidia-h200", prompts),
-        ("serve-h200", "serve", "nvidia-h200", serving_on_gpu),
-        ("serve-gpt-oss-120b-h200", "serve-gpt-oss-120b", "nvidia-h200", serving_on_gpu),
-        ("serve-qwen3-30b-h200", "serve-qwen3-30b", "nvidia-h200-2", serving_on_gpu),
-        ("serve-qwen3-30b-x4-h200", "serve-qwen3-30b", "nvidia-h200-x4", serving_on_gpu),
         ("attention-h200", "attention", "nvidia-h200", attention),
         ("two-batches-h200", "two-batches", "nvidia-h200", two_batches),
         ("overlap-h200", "overlap", "nvidia-h200", shared_expert),
@@ -42,20 +48,28 @@ def tables(folder: Path, tuning: Path) -> dict[str, str]:
         if files:
             content = json.loads(files[-1].read_text())
             found[name] = f"{provenance(content, files[-1])}\n\n{render(content)}"
-    found |= {
-        name: on_cpus(files, head, rows)
-        for name, benchmark, head, rows in (
-            ("moe-cpu", "moe", ["weights", "tokens"], layer_on_cpu),
-            ("serve-cpu", "serve", ["concurrency"], serving),
-        )
-        if (files := newest_of_cpus(folder, benchmark))
-    }
+            if name in SHORT:
+                shown = content | {"rows": [row for row in content["rows"] if SHORT[name](row)]}
+                found[f"{name}-short"] = f"{provenance(content, files[-1])}\n\n{render(shown)}"
+    for name, benchmark, columns, lines_of in (
+        ("moe-cpu", "moe", LAYER_ON_CPU, layer_on_cpu),
+        ("serve-cpu", "serve", SERVING, serving),
+    ):
+        if files := newest_of_cpus(folder, benchmark):
+            contents = [json.loads(file.read_text()) for file in files]
+            runs = [f"* {provenance(*run)}" for run in zip(contents, files, strict=True)]
+            lines = [[machine_of(content), *line] for content in contents for line in lines_of(content)]
+            found[name] = "\n".join(runs) + "\n\n" + table(["machine", *columns], lines)
+    served = sorted(folder.glob("serve-*nvidia-h200*.json"), key=lambda file: file.stem[-10:])
+    # The newest run of each name, but for those that compare settings of the server.
+    if runs_of := {file.stem[:-11]: file for file in served if not file.name.startswith("serve-s")}:
+        found["serve-h200"] = serving_on_gpu(list(runs_of.values()))
     if both := newest(folder, "serving-beside-vllm-nvidia-h200*.json"):
         found["serving-next-to-vllm"] = next_to_vllm(both)
     ours, public = (sorted(folder.glob(f"{name}-nvidia-h200*.json")) for name in ("moe", "moe-public"))
     if ours and public:
-        contents = (json.loads(files[-1].read_text()) for files in (ours, public))
-        found["moe-public-h200"] = next_to_public(*contents)
+        contents = [json.loads(files[-1].read_text()) for files in (ours, public)]
+        found["moe-public-h200"] = f"{provenance(contents[0], ours[-1])}\n\n{next_to_public(*contents)}"
     for file in sorted(tuning.glob("*.json")):
         found[f"tiles-{file.stem}"] = tilings(file)
     return found
@@ -93,7 +107,7 @@ def provenance(content: dict[str, Any], file: Path) -> str:
     driver = f", driver {content['driver']}" if content["driver"] else ""
     return (
         f"{machine_of(content)}{driver}; {versions}; {content['date']}, commit `{content['commit']}`; "
-        f"`benchmarks/results/{file.name}`."
+        f"[{file.name}](../benchmarks/results/{file.name})."
     )
 
 
@@ -109,29 +123,43 @@ def layer_on_gpu(content: dict[str, Any]) -> str:
             if row.get("peer") and "time_us" in row:
                 at = row["shape"], row["tokens"]
                 peers[at] = min(row["time_us"], peers.get(at, math.inf))
-        efficiency = [row["efficiency"] for row in ours.values() if "efficiency" in row]
-        mean = statistics.geometric_mean(efficiency)
-        error = max(row["error"] for row in ours.values() if "error" in row)
+        mean, error = efficiency_and_error(ours.values())
         sizes = [tokens for tokens in TOKENS if any(tokens == at[1] for at in ours)]
         lines = [
             [shape, *(_cell(ours.get((shape, tokens)), peers.get((shape, tokens))) for tokens in sizes)]
             for shape in dict.fromkeys(shape for shape, _ in ours)
         ]
         routes = "" if routing == "uniform" else f", routing {routing}"
-        about = f"geometric mean of the efficiency {mean:.2f}; largest error {error:.1e}"
+        about = f"geometric mean of the efficiency {mean}; largest error {error}"
         body = table(["shape", *(f"T={tokens}" for tokens in sizes)], lines)
         parts.append(f"**{format}**{routes} ({about})\n\n{body}")
     return "\n\n".join(parts)
 
 
+def efficiency_and_error(rows: Iterable[dict[str, Any]]) -> tuple[str, str]:
+    """The geometric mean of the one and the largest of the other."""
+    rows = [row for row in rows if "efficiency" in row]
+    mean = statistics.geometric_mean(row["efficiency"] for row in rows)
+    return f"{mean:.2f}", f"{max(row['error'] for row in rows):.1e}"
+
+
 def next_to_public(content: dict[str, Any], public: dict[str, Any]) -> str:
-    """How many times as fast as the fastest public kernel of each point, which was timed in another run."""
-    lines = []
-    for format, ratios in layer_ratios(content, public).items():
-        behind = [f"{shape} T={T} {ratio:.2f}" for (_, shape, T), ratio in ratios.items() if ratio < 1]
-        cells = [f"{of(ratios.values()):.2f}" for of in (statistics.geometric_mean, min, max)]
-        lines.append([format, *cells, ", ".join(behind) or "none"])
-    return table(["format", "geometric mean", "least", "most", "where the public kernel is ahead"], lines)
+    """By format, with equally loaded experts: how near to the floor, the largest error, and how many times as
+    fast as the fastest public kernel of each point, which was timed in another run."""
+    ours: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in content["rows"]:
+        if row["routing"] == "uniform" and not row.get("peer"):
+            ours[row["format"]].append(row)
+    faster, lines = layer_ratios(content, public), []
+    for format, rows in ours.items():
+        cells = [""] * 4
+        if ratios := faster.get(format):
+            behind = [f"{shape} T={T} {ratio:.2f}" for (_, shape, T), ratio in ratios.items() if ratio < 1]
+            cells = [f"{of(ratios.values()):.2f}" for of in (statistics.geometric_mean, min, max)]
+            cells.append(", ".join(behind) or "none")
+        lines.append([format, *efficiency_and_error(rows), *cells])
+    columns = ["format", "efficiency", "largest error", "geometric mean", "least", "most"]
+    return table([*columns, "where the public kernel is ahead"], lines)
 
 
 def next_to_hopper(content: dict[str, Any]) -> str:
@@ -151,73 +179,66 @@ def next_to_hopper(content: dict[str, Any]) -> str:
     return table(["runner", "format", "shape", "tokens", "tactics", "us", "hopper, us", "ratio"], lines)
 
 
-Cells = dict[str, str]  # by column
+LAYER_ON_CPU = ["weights", *(f"T={tokens}" for tokens in (1, 16, 64, 256, 1024))]
 
 
-def on_cpus(
-    files: Sequence[Path], head: list[str], rows: Callable[[dict[str, Any]], dict[tuple[str, ...], Cells]]
-) -> str:
-    """A table of each machine's results, below what it is and what was run."""
-    parts = []
-    for file in files:
-        content = json.loads(file.read_text())
-        cells = rows(content)
-        columns = list(next(iter(cells.values())))
-        lines = [[*point, *(row[name] for name in columns)] for point, row in cells.items()]
-        parts.append(f"{provenance(content, file)}\n\n{table([*head, *columns], lines)}")
-    return "\n\n".join(parts)
+def layer_on_cpu(content: dict[str, Any]) -> list[list[str]]:
+    """By format and tokens, ms of our faster compute type, and how many times as fast as the fastest peer of
+    any."""
+    found: dict[tuple[str, int], dict[bool, float]] = defaultdict(dict)
+    for row in content["rows"]:
+        if "time_us" in row:
+            at = found[row["format"], row["tokens"]]
+            at[row["peer"]] = min(row["time_us"], at.get(row["peer"], math.inf))
+    cells = {
+        (format, f"T={tokens}"): f"{us[False] / 1e3:.2f} ({us[True] / us[False]:.2f}x)"
+        for (format, tokens), us in found.items()
+    }
+    formats = dict.fromkeys(format for format, _ in cells)
+    return [[format, *(cells.get((format, size), "") for size in LAYER_ON_CPU[1:])] for format in formats]
 
 
-def layer_on_cpu(content: dict[str, Any]) -> dict[tuple[str, ...], Cells]:
-    """By format and tokens, our faster compute type next to the fastest peer of any."""
-    found: dict[tuple[str, ...], Cells] = {}
-    for format, tokens in dict.fromkeys((row["format"], row["tokens"]) for row in content["rows"]):
-        rows = [
-            row
-            for row in content["rows"]
-            if (row["format"], row["tokens"]) == (format, tokens) and "time_us" in row
-        ]
-        ours = min((row for row in rows if not row["peer"]), key=lambda row: row["time_us"])
-        peer = min((row for row in rows if row["peer"]), key=lambda row: row["time_us"])
-        found[format, str(tokens)] = {
-            "Turnout, ms": f"{ours['time_us'] / 1e3:.2f} ({ours['compute_dtype']})",
-            "transformers' fastest, ms": f"{peer['time_us'] / 1e3:.2f} "
-            f"({peer['runner'].removeprefix('transformers ')}, {peer['compute_dtype']})",
-            "ratio": f"{peer['time_us'] / ours['time_us']:.2f}",
-        }
-    return found
+SERVING = [
+    "clients",
+    "output tokens/s",
+    "TTFT, ms",
+    "TPOT, ms",
+    "memory, MB",
+    "transformers, tokens/s",
+    "ratio",
+]
 
 
-def serving(content: dict[str, Any]) -> dict[tuple[str, ...], Cells]:
+def serving(content: dict[str, Any]) -> list[list[str]]:
     """By concurrency, output tokens per second next to transformers' best at the same batch; of long prompts
     that end with their first token, prompts per second."""
-    rows = [row for row in content["rows"] if "output_throughput" in row]
     peers: dict[tuple[int, int], dict[str, Any]] = {}
-    for row in rows:
-        if row["system"] != "turnout":
+    for row in content["rows"]:
+        if "output_throughput" in row and row["system"] != "turnout":
             load = row["batch"], row.get("input_len", 64)
             if load not in peers or row["output_throughput"] > peers[load]["output_throughput"]:
                 peers[load] = row
-    found: dict[tuple[str, ...], Cells] = {}
-    for row in rows:
-        if row["system"] != "turnout":
+    lines = []
+    for row in content["rows"]:
+        if "output_throughput" not in row or row["system"] != "turnout":
             continue
         clients, length, rate = row["concurrency"], row["input_len"], row["output_throughput"]
         peer = peers.get((clients, length))
         digits = 0 if row["output_len"] > 1 else 1
-        name = str(clients) if row["output_len"] > 1 else f"{clients}, prompts of {length} to one token"
-        theirs = (
-            f"{peer['output_throughput']:.{digits}f} ({peer['experts']}, {peer['dtype']})" if peer else ""
+        lines.append(
+            [
+                str(clients) if row["output_len"] > 1 else f"{clients}, {length} in, 1 out",
+                f"{rate:.{digits}f}",
+                f"{row['median_ttft_ms']:.0f}",
+                f"{row['median_tpot_ms']:.1f}" if "median_tpot_ms" in row else "",
+                f"{row['pss_mb']:.0f}",
+                f"{peer['output_throughput']:.{digits}f} ({peer['experts']}, {peer['dtype']})"
+                if peer
+                else "",
+                f"{rate / peer['output_throughput']:.2f}" if peer else "",
+            ]
         )
-        found[(name,)] = {
-            "output tokens/s": f"{rate:.{digits}f}",
-            "TTFT, ms": f"{row['median_ttft_ms']:.0f}",
-            "TPOT, ms": f"{row['median_tpot_ms']:.1f}" if "median_tpot_ms" in row else "",
-            "server memory, MB": f"{row['pss_mb']:.0f}",
-            "transformers' `generate`, tokens/s": theirs,
-            "ratio": f"{rate / peer['output_throughput']:.2f}" if peer else "",
-        }
-    return found
+    return lines
 
 
 def next_to_gathering(content: dict[str, Any]) -> str:
