@@ -130,7 +130,7 @@ def outside_experts() -> None:
 
 
 def timed_by_tools() -> None:
-    """Asks for the kernels that no model takes by default, but tools time next to those that it does."""
+    """Asks for the tiles of dense FP8 products that tools time, also those that models never take."""
     from tests.kernels.common.test_warmup import b16
     from tools.dense_fp8 import TILES
     from turnout.kernels.hopper import dense_fp8

@@ -24,9 +24,6 @@ from turnout.kernels.common import rowwise
 from turnout.models.shares import Share
 from turnout.packages import runs_triton
 
-# Numbers of rows that kernels/hopper/dense_fp8.py multiplies. range(65, 257) by its products alone, from 33
-# on but for two shapes; no whole model has run with it yet.
-SPECIALISED = range(0)
 SOME = 256  # rows, above which a decoded copy for the library's product costs little
 MOST_DECODED = 2**25  # weights decoded at a time, in pieces of HEIGHT outputs, which the library's kernels
 HEIGHT = 256  # need to begin at an even address
@@ -195,9 +192,8 @@ def _parts(x_NK: Tensor, weight_MK: Fp8Weight, bias_M: Tensor | None) -> Tensor 
     found = split_gemm.parts(x_NK, data_MK, bias_M, scale_GM=scale_GM, group=group)
     if found is not None or bias_M is not None or len(x_NK) > SOME:
         return found
-    if len(x_NK) in SPECIALISED:
-        from turnout.kernels.hopper import dense_fp8
+    from turnout.kernels.hopper import dense_fp8
 
-        if dense_fp8.runs(x_NK, data_MK, group):
-            return dense_fp8.parts(x_NK, data_MK, scale_GM)
+    if dense_fp8.faster(len(x_NK), *data_MK.shape) and dense_fp8.runs(x_NK, data_MK, group):
+        return dense_fp8.parts(x_NK, data_MK, scale_GM)
     return row_gemm.parts(x_NK, data_MK, scale_GM, group)

@@ -104,7 +104,7 @@ def test_parts_of_few_rows_leave_multiprocessors_at_work(outputs: int, inputs: i
         assert few_rows.expected_us(count, outputs, inputs) < 1.4 * floor + 0.5
 
 
-SHAPES = [(5120, 2048), (2048, 4096), (2112, 7168), (7168, 2048), (576, 512), (70, 1408)]
+SHAPES = [(5120, 2048), (2048, 4096), (2112, 7168), (7168, 2048), (576, 512), (70, 1408), (12288, 2048)]
 
 
 @pytest.mark.gpu

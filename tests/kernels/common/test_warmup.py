@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from tests.kernels.bound import bound
+from tools.dense_fp8 import MATRICES
 from turnout import kernels
 from turnout.attention.paged import pack_together, unpacked
 from turnout.config import Config
@@ -54,6 +55,8 @@ from turnout.kernels.common import (
     top_p,
     turned,
 )
+from turnout.kernels.hopper import dense_fp8
+from turnout.models import dense
 
 MOST, RUNNING = 4096, 256
 BF16, HQ, HKV, D, PAGE, H, E = torch.bfloat16, 32, 4, 128, 16, 2048, 128
@@ -164,6 +167,19 @@ def fp8_products(size: int) -> None:
     row_gemm.parts(b16(size, H), weight, scales, group)
     split_gemm.parts(b16(size, H), weight, scale_GM=scales, group=group)
     fp8_weights.decode(weight, scales, group, BF16)
+
+
+def fp8_matrices(size: int) -> None:
+    """As models multiply by those that were measured, next to what adds up the parts."""
+    with patch.object(dense_fp8, "runs", lambda *_: True):
+        for outputs, inputs in MATRICES.values():
+            data = torch.empty(outputs, inputs, dtype=torch.float8_e4m3fn)
+            weight = dense.Fp8Weight(data, torch.empty(inputs // 128, outputs), 128)
+            parts = dense._parts(b16(size, inputs), weight, None)
+            if parts is not None:
+                rows.add(parts, None, BF16)
+                rows.gate(parts, BF16)
+                rows.norm(b16(size, outputs), b16(outputs), 1e-6, parts)
 
 
 def wire(size: int) -> None:
@@ -357,9 +373,10 @@ def normed_products(size: int) -> None:
 
 
 PARTS = (
-    norm, rotate, sums, routing, low_ranks, products, connections, divided, fp8_products, wire, states,
-    state_prompts, index_scores, compressed_attention, latent_prompts, prompt_attention, row_attention,
-    whole_attention, windowed_attention, chosen_attention, grammar_masks, draws_by_top_p, normed_products,
+    norm, rotate, sums, routing, low_ranks, products, connections, divided, fp8_products, fp8_matrices, wire,
+    states, state_prompts, index_scores, compressed_attention, latent_prompts, prompt_attention,
+    row_attention, whole_attention, windowed_attention, chosen_attention, grammar_masks, draws_by_top_p,
+    normed_products,
 )  # fmt: skip
 
 
@@ -393,6 +410,7 @@ def test_every_kernel_that_is_launched_is_among_these():
             for name, value in vars(import_module(f"{package.__name__}.{module.name}")).items():
                 if isinstance(value, JITFunction) and name in launched:
                     found.add(value.fn.__name__)
+    found.add(dense_fp8.multiply_rows_specialised.fn.__name__)
     with bound() as called:
         for part in PARTS:
             for size in (1, 2, 64, MOST):

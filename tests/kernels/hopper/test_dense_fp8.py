@@ -11,20 +11,32 @@ import pytest
 import torch
 from triton.experimental.gluon import language as gl
 
+from tests.kernels.bound import bound
 from tests.kernels.compiled import compiled, machine_code
 from tools import fit_dense_fp8
+from tools.dense_fp8 import MATRICES
+from turnout.config import Config
+from turnout.engine.cuda_graph_policy import PREFILL_SIZES, graph_sizes
+from turnout.engine.warmup import prompt_sizes
 from turnout.formats.fp8 import decode_blocks, encode_blocks
 from turnout.kernels.common import row_gemm
 from turnout.kernels.hopper import dense_fp8
-from turnout.kernels.hopper.dense_fp8 import Tile, multiply_rows_specialised, parts, plan
+from turnout.kernels.hopper.dense_fp8 import Tile, faster, multiply_rows_specialised, parts, plan
+from turnout.models import dense
 
 TILES = [Tile(128, 2, 2, 3), Tile(128, 3, 1, 4), Tile(64, 2, 2, 4)]
-MEASURED = "benchmarks/results/dense-fp8-nvidia-h200-2026-11-26.json"
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+GRAPHS = Config(model="", cuda_graph_max_bs=512, max_running_requests=512)
+SIZES = sorted({33, 63, 65, 127, 129, 191, 255, *graph_sizes(GRAPHS), *PREFILL_SIZES})
+
+
+def results(file: str) -> list[dict[str, Any]]:
+    return json.loads((RESULTS / file).read_text())["rows"]
 
 
 @pytest.fixture(scope="module")
 def measured() -> list[dict[str, Any]]:
-    return json.loads((Path(__file__).parents[3] / MEASURED).read_text())["rows"]
+    return results("dense-fp8-nvidia-h200-2026-11-26.json")
 
 
 def test_the_constants_are_those_fitted_to_the_measurement(measured: list[dict[str, Any]]):
@@ -59,6 +71,65 @@ def test_plans_are_of_tiles_that_fit(rows: int, outputs: int, inputs: int):
     if isinstance(tile, row_gemm.Tile):
         assert rows <= 64
         assert count == row_gemm.part_count(tile, rows, outputs, inputs)
+
+
+def test_models_take_it_where_it_was_faster():
+    """On an H100: than row_gemm.py in the tile that models take."""
+    found = results("dense-fp8-nvidia-h100-2026-11-27.json")
+    taken = [row for row in found if faster(row["rows"], row["outputs"], row["inputs"])]
+    assert [sum(row["rows"] == size for row in taken) for size in (64, 128, 256)] == [8, 20, 20]
+    over = [row["ways"]["planned"] / row["ways"]["rows"] for row in taken]
+    assert max(over) < 1.02
+    assert sum(row["ways"]["planned"] for row in taken) < 0.75 * sum(row["ways"]["rows"] for row in taken)
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "kernel"),
+    [
+        (2, 12288, 2048, "multiply_few_rows"),
+        (3, 12288, 2048, "multiply_part"),
+        (32, 12288, 2048, "multiply_part"),
+        (33, 12288, 2048, "multiply_rows_specialised"),
+        (64, 36864, 7168, "multiply_rows_specialised"),
+        (33, 4096, 4096, "multiply_rows"),
+        (64, 2048, 4096, "multiply_rows"),
+        (64, 256, 7168, "multiply_part"),
+        (65, 256, 7168, "multiply_rows_specialised"),
+        (65, 2048, 512, "multiply_rows_specialised"),
+        (256, 4096, 4096, "multiply_rows_specialised"),
+        (257, 4096, 4096, None),
+        (256, 4096, 4104, "multiply_rows"),  # where the TMA cannot read
+    ],
+)
+def test_which_kernel_multiplies(
+    rows: int, outputs: int, inputs: int, kernel: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    """As models ask for a product; on Hopper, were it not for the launch. None: the library's, of decoded
+    weights."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    data = torch.empty(outputs, inputs, dtype=torch.float8_e4m3fn)
+    weight = dense.Fp8Weight(data, torch.empty(-(-inputs // 128), outputs), 128)
+    with bound() as launched:
+        found = dense._parts(torch.empty(rows, inputs, dtype=torch.bfloat16), weight, None)
+    assert {name for name, _ in launched} == ({kernel} if kernel else set())
+    assert (found is None) == (kernel is None)
+
+
+def test_steps_of_all_sizes_have_plans_of_first_prompts():
+    """Decode graphs and prefill graphs too: each number of parts is a kernel of its own for what adds up."""
+    assert {40, 64, 72, 192, 256} < set(SIZES)
+    for outputs, inputs in MATRICES.values():
+        plans = {plan(size, outputs, inputs) for size in prompt_sizes(2048) if 32 < size <= 256}
+        assert {plan(size, outputs, inputs) for size in SIZES if 32 < size <= 256} <= plans
+
+
+def test_parts_are_no_larger_than_decoded_weights():
+    """Of more rows a piece of 64 MB is decoded at a time: parts of fewer rows need no more memory."""
+    for outputs, inputs in (*MATRICES.values(), (576, 18432), (256, 65536), (18432, 7168)):
+        for rows in range(33, 257):
+            tile, count = plan(rows, outputs, inputs)
+            assert count == 1 or count * rows * outputs * 4 <= 2 * dense.MOST_DECODED, (tile, count)
 
 
 @pytest.mark.parametrize("tile", TILES)

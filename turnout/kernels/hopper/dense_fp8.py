@@ -36,6 +36,7 @@ from turnout.kernels.hopper.schedule import advance
 GROUP = 128  # inputs that share a scale, and of a step
 ALIGNED = 16  # bytes, of rows of all matrices that the TMA reads
 MOST_PARTS = 16
+LARGE = 24 * 10**6  # weights; see `faster`
 
 
 class Tile(NamedTuple):
@@ -258,9 +259,21 @@ def terms(tile: Tile | row_gemm.Tile, count: int, rows: int, outputs: int, input
     return [waves * -(-groups // count), waves, count * rows * outputs * 8e-6, 1, by_rows]
 
 
+def faster(rows: int, outputs: int, inputs: int) -> bool:
+    """Whether models take `parts` instead of row_gemm.py's.
+
+    In benchmarks/results/dense-fp8-nvidia-h100-2026-11-27.json what is planned here took 2 to 40 % less of
+    128 and of 256 rows by each of 20 matrices; of 64 rows 35 % less to 2 % more by those of LARGE weights and
+    more, but 9 to 39 % more by five smaller ones. An H200 took 5 to 49 % less of 128 to 256 rows by 14.
+    """
+    return 64 < rows <= 256 or (32 < rows <= 64 and outputs * inputs >= LARGE)
+
+
 @cache
 def plan(rows: int, outputs: int, inputs: int) -> tuple[Tile | row_gemm.Tile, int]:
-    """The tile, and the number of parts, that should take least."""
+    """The tile, and the number of parts, that should take least of the next power of two of rows: so prompts
+    of powers of two (`engine.warmup`) compile all that steps of other sizes need, the sums of parts too."""
+    rows = 1 << (rows - 1).bit_length()
     shape, us = (rows, outputs, inputs), {}
     for tile, step in STEP_US.items():
         for count in counts(tile, *shape) if suits(tile, rows) else ():
