@@ -184,7 +184,7 @@ def of_nvlink() -> None:
 
     one = torch.zeros(1, dtype=torch.int64)
     names = ("counts", "meta", "arrived", "hidden", "scales", "landing", "returned", "results", "landed")
-    with patch.object(links.Links, "_programs", lambda _: 528):
+    with patch.object(links.Links, "_programs", lambda _, warps: 132 * 16 // warps):
         for ranks, hidden in NVLINK:
             some = links.Links(
                 rank=1, addresses=torch.zeros(ranks, dtype=torch.int64), failed=one, told=one.clone(),
