@@ -101,3 +101,14 @@ def prefill_graph_sizes(budget: Budget) -> list[int]:
     Longer steps run eagerly: launching them takes less time than computing them."""
     most = min(PREFILL_SIZES[-1], budget.local)
     return sorted({size for size in PREFILL_SIZES if size <= most} | {most})
+
+
+def first_prefill_sizes(sizes: Sequence[int], waiting: int = 0) -> list[int]:
+    """Of `prefill_graph_sizes`, those to capture before requests may come: each at least twice the one below
+    it, or four times where requests wait already, so that prompts of any length have a graph soon, if one
+    with more padding than later."""
+    ratio, first = 4 if waiting else 2, [sizes[-1]]
+    for size in reversed(sizes):
+        if size * ratio <= first[0]:
+            first.insert(0, size)
+    return first

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Semaphore, Thread
+from typing import Any
 
 import torch
 
@@ -71,10 +72,12 @@ class Piece:
 class Rerun(PrefillGraphs):
     """steps: the sizes replayed so far, and how many tokens each was for."""
 
-    def _capture(self, size: int) -> Captured:
-        run = Run(lambda recorder: self._run(size, recorder))
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.steps: list[tuple[int, int]] = []
-        return self._record(size, run)
+        super().__init__(*args, **kwargs)
+
+    def _capture(self, size: int) -> Captured:
+        return self._record(size, Run(lambda recorder: self._run(size, recorder)))
 
     def _run(self, size: int, recorder: Run) -> None:
         cut = self._cut(size, recorder)
@@ -87,13 +90,21 @@ class Rerun(PrefillGraphs):
         return super().run(step, size)
 
 
-def with_prefill_graphs(core: EngineCore, sizes: Sequence[int], *, stored: bool = False) -> Rerun:
+def with_prefill_graphs(
+    core: EngineCore, sizes: Sequence[int], *, later: Sequence[int] = (), stored: bool = False
+) -> Rerun:
     """Let `core` replay its steps with prompt tokens."""
     forward = core._forward
     dp_size = core.engine_plan.topology.dp_size
     with torch.inference_mode():
         graphs = Rerun(
-            core._model, core._attention, sizes=sizes, stored=stored, dp_size=dp_size, progress=None
+            core._model,
+            core._attention,
+            sizes=sizes,
+            later=later,
+            stored=stored,
+            dp_size=dp_size,
+            progress=None,
         )
     core._model.reset_counts()
     forward.prefill_graphs = graphs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from turnout.attention.caches import AttentionCaches
 from turnout.attention.kinds import CacheGroup
 from turnout.attention.latent import LatentAttention
 from turnout.config import Config
-from turnout.engine.cuda_graph_policy import PREFILL_SIZES, prefill_graph_sizes
+from turnout.engine.cuda_graph_policy import PREFILL_SIZES, first_prefill_sizes, prefill_graph_sizes
 from turnout.engine.engine_plan import EnginePlan, resolve
 from turnout.engine.step.prefill_graphs import Handed
 from turnout.models.interface import ModelShape
@@ -37,13 +38,14 @@ HYBRIDS = [replace(SHAPE, attention=layers) for layers in MODELS.values()]
 )
 @pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.more)])
 def test_requests_that_come_and_go_get_what_the_model_says(seed: int, shape: ModelShape, overlap: str):
-    """Few pages, so that requests are put back; chunks next to decoding ones; steps beyond the largest."""
+    """Few pages, so that requests are put back; chunks next to decoding ones; steps beyond the largest. One
+    size is captured between steps, as soon as there is room, and replayed from then on."""
     draw, model = random.Random(seed), ToyModel(shape=shape)
     core = make_core(
         model, num_pages=14, max_context=48, max_running_requests=5, overlap_schedule=overlap,
         max_prefill_tokens=32, chunked_prefill_size=12,
     )  # fmt: skip
-    graphs = with_prefill_graphs(core, SIZES)
+    graphs = with_prefill_graphs(core, [SIZES[0], SIZES[-1]], later=SIZES[1:-1])
     spoil(core)
     core._commit.resolves_near_ties, core._commit._sampler._report_near_ties = False, False
     asked = {str(i): [draw.randrange(49) for _ in range(draw.choice([1, 3, 7, 20]))] for i in range(12)}
@@ -54,8 +56,12 @@ def test_requests_that_come_and_go_get_what_the_model_says(seed: int, shape: Mod
             core.add(request(id, asked[id], max_tokens=6, ignore_eos=True))
         for output in core.step():
             merge(found, output)
+        if core._launched is None and len(graphs.steps) >= 3:
+            with torch.inference_mode():
+                graphs.capture_one_more()
     for id, output in found.items():
         assert output.token_ids == model.greedy(asked[id], 6, eos=False)
+    assert graphs.sizes == SIZES
     assert len({size for size, _ in graphs.steps}) > 1
     assert all(count <= size for size, count in graphs.steps)
     assert core._forward.graph_steps == len(graphs.steps)
@@ -132,6 +138,19 @@ def test_sizes_reach_the_largest_step_or_the_limit():
         assert sizes[-1] == last
         for count in range(129, last):
             assert next(size for size in sizes if size >= count) <= 1.5 * count
+
+
+@pytest.mark.parametrize(("waiting", "ratio"), [(0, 2), (7, 4)])
+def test_sizes_captured_first_reach_as_far_with_more_padding(waiting: int, ratio: int):
+    for most in (5, 70, 1000, 2048):
+        sizes = sorted({size for size in PREFILL_SIZES if size <= most} | {most})
+        first = first_prefill_sizes(sizes, waiting)
+        assert set(first) <= set(sizes)
+        assert first == sorted(first)
+        assert first[-1] == most
+        assert all(ratio * a <= b for a, b in itertools.pairwise(first))
+        for size in sizes:
+            assert next(f for f in first if f >= size) < 2 * ratio * size
 
 
 def test_the_cpu_has_none():

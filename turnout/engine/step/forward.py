@@ -17,7 +17,12 @@ from torch import Tensor
 from turnout.attention.caches import AttentionCaches
 from turnout.attention.interface import Attention
 from turnout.attention.paged import to_device
-from turnout.engine.cuda_graph_policy import first_sizes, graph_sizes, prefill_graph_sizes
+from turnout.engine.cuda_graph_policy import (
+    first_prefill_sizes,
+    first_sizes,
+    graph_sizes,
+    prefill_graph_sizes,
+)
 from turnout.engine.engine_plan import EnginePlan
 from turnout.engine.overlap_policy import why_no_overlap
 from turnout.engine.ranks.step_sync import SyncedStep
@@ -63,11 +68,14 @@ class Forward:
         self.graph_steps = 0  # that graphs computed
         rehearse = rehearsal(engine_plan)
         if not engine_plan.why_no_prefill_graphs:
+            sizes = prefill_graph_sizes(engine_plan.budget)
+            first = first_prefill_sizes(sizes, waiting)
             with torch.inference_mode():
                 self.prefill_graphs = PrefillGraphs(
                     model,
                     attention,
-                    sizes=prefill_graph_sizes(engine_plan.budget),
+                    sizes=first,
+                    later=sorted(set(sizes) - set(first)),
                     stored=engine_plan.stores_in_place,
                     dp_size=engine_plan.topology.dp_size,
                     progress=progress,
@@ -136,8 +144,10 @@ class Forward:
     def use_rest(self) -> None:
         """Capture one of the sizes left for later, in up to a second; collective among the ranks of a model.
         No step may be in flight."""
-        if self.graphs is not None and self.graphs.capture_one_more():
-            logger.info("captured decode graphs of %d sizes", len(self.graphs.sizes))
+        for kind, graphs in (("prefill", self.prefill_graphs), ("decode", self.graphs)):
+            if graphs is not None and graphs.capture_one_more():
+                logger.info("captured %s graphs of %d sizes", kind, len(graphs.sizes))
+                return
 
     def drop_graphs(self) -> None:
         """They hold the ranks' communicators, and cannot outlive them."""

@@ -23,6 +23,7 @@ attention keeps of a token, X what a recurrent layer computed of a token.
 from __future__ import annotations
 
 import gc
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -247,6 +248,7 @@ class PrefillGraphs:
         attention: AttentionCaches,
         *,
         sizes: Sequence[int],
+        later: Sequence[int] = (),
         stored: bool,
         dp_size: int,
         progress: ProgressFn | None,
@@ -254,9 +256,10 @@ class PrefillGraphs:
     ):
         """Captures each of `sizes`, ascending, in tokens; collective among the ranks of a model.
 
-        stored: attention lets kernels of the model store keys and values (`Attention.place`).
+        later: smaller sizes that `capture_one_more` is to capture. stored: attention lets kernels of the
+        model store keys and values (`Attention.place`).
         """
-        self.sizes = list(sizes)
+        self.sizes, self._later = list(sizes), list(later)
         self._model, self._attention, self._dp_size = model, attention, dp_size
         most, device = self.sizes[-1], attention.device
         groups = attention.groups
@@ -278,6 +281,16 @@ class PrefillGraphs:
             if progress is not None:
                 progress("capturing prefill graphs", done, len(self.sizes))
             self._captured[size] = self._capture(size)
+
+    def capture_one_more(self) -> bool:
+        """Of the sizes left for later, the largest; False if there is none. Collective among the ranks of a
+        model. No step may be in flight."""
+        if not self._later:
+            return False
+        size = self._later.pop()
+        self._captured[size] = self._capture(size)
+        insort(self.sizes, size)
+        return True
 
     def run(self, step: Step, size: int) -> Tensor:
         """Final hidden states [N, H] of an eager step of at most `size` tokens; until the next step."""
