@@ -43,7 +43,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 TARGET = GPUTarget("cuda", 90, 32)
 BACKEND = make_backend(TARGET)
-SIZES = (1, 2, 7, 16, 64, 300, 4096)  # tokens of a step or a prompt, for kernels outside the experts
+SIZES = (1, 2, 7, 16, 40, 64, 300, 4096)  # tokens of a step or a prompt, for kernels outside the experts
 BATCHES = (1, 2, 8, 64, 512, 8192)  # tokens for which the rule is asked
 SHOWN = 20
 NVLINK = ((2, 4096), (4, 7168), (8, 2048))  # ranks, hidden size
@@ -117,16 +117,11 @@ def early_launches() -> Iterator[None]:
 
 def outside_experts() -> None:
     """Asks for the kernels of attention, norms, routing, sampling and dense products."""
-    from tests.kernels.common.test_warmup import PARTS, compressed, compressed_attention
+    from tests.kernels.common.test_warmup import PARTS
 
     for part in PARTS:
         for size in SIZES:
             part(size)
-    with patch.object(compressed, "can_specialise", lambda *_: True):
-        for tiles in (compressed.PLAIN, compressed.SPECIALISED):
-            with patch.object(compressed, "DEFAULT", tiles):
-                for size in SIZES:
-                    compressed_attention(size)
 
 
 def timed_by_tools() -> None:

@@ -37,7 +37,8 @@ COPIES = 3  # of what is read, taken in turn
 MANY = 32  # rows, from which on connections are cut up in several ways
 KINDS = ("window", "chosen", "whole")
 TILES = {
-    "now": compressed.DEFAULT,
+    "now": None,
+    "plain": compressed.PLAIN,
     "specialised": compressed.SPECIALISED,
     "specialised, spans of 256": compressed.SPECIALISED._replace(shortest=256),
     "64 heads, 32 tokens": Tiles(64, 32, 8, 2, 1, shortest=64, narrow=True, parts=4),

@@ -88,7 +88,7 @@ def test_first_prompts_have_all_sizes_and_leave_nothing(most: int, context: int,
     sizes = warmup.prompt_sizes(most)
     assert computed[: len(sizes)] == sizes
     assert set(sizes) >= {1, most}
-    assert computed[len(sizes) :] == [rows for rows in (2, 4) if rows <= min(most, 6, pages)]
+    assert computed[len(sizes) :] == [rows for rows in (2, 4, 6) if rows <= min(most, 6, pages)]
     assert core._scheduler.kv.pools[0].num_available == free
     core.add(request("a", [3, 1, 4, 1, 5], max_tokens=6, ignore_eos=True))
     found = []

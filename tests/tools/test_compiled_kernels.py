@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.common.test_warmup import UNUSED
 from tests.kernels.compiled import compiled
 from tools import compiled_kernels
 from turnout import kernels
@@ -38,11 +37,10 @@ def compare(old: Path, new: Path, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def test_every_kernel_that_is_launched_is_among_these():
-    """But some that no model takes; tools/compiled_kernels.py asks for others of them by hand."""
     text = [path.read_text() for path in Path(kernels.__path__[0]).rglob("*.py")]
     launched = set(LAUNCH.findall("\n".join(text)))
     assert len(launched) > 40
-    assert {variant.name for variant in compiled_kernels.variants("", 1)} >= launched - UNUSED
+    assert {variant.name for variant in compiled_kernels.variants("", 1)} >= launched
 
 
 def test_it_is_the_ptx_that_triton_launches():

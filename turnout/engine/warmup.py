@@ -156,7 +156,8 @@ def first_prompts(
     sizes = prompt_sizes(min(config.max_prefill_tokens, room * rows))
     steps = [_cut(size, room) for size in sizes]
     # Single tokens decode. Into how many spans attention cuts their contexts halves as their number doubles.
-    steps += [[1] * (1 << i) for i in range(1, min(rows, config.max_prefill_tokens).bit_length())]
+    most = min(rows, config.max_prefill_tokens)
+    steps += [[1] * count for count in sorted({most, *(1 << i for i in range(1, most.bit_length()))} - {1})]
     with rehearsal(engine_plan)() as rehearsed:
         for lengths in steps if rehearsed else ():
             _first_prompts(engine_plan, forward, model, kv, lengths)

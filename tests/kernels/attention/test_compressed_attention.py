@@ -18,6 +18,7 @@ from turnout.attention.compressed import CompressedAttention
 from turnout.attention.entries import Compressible, Compressor
 from turnout.attention.kinds import CompressedSpec, cache_groups
 from turnout.kernels.attention import compressed
+from turnout.kernels.attention.latent import Tiles
 from turnout.models.blocks import Norm, RotaryEmbedding
 from turnout.models.compressed_attention import TurnAt
 from turnout.models.rope import Rope
@@ -49,21 +50,21 @@ def test_interpreted(results: dict[str, bool], case: str):
 
 
 def test_attention_compiles_for_hopper():
-    """With the tiles that it has by default, within the memory of a multiprocessor."""
-    from turnout.kernels.attention.compressed import DEFAULT, attend_compressed_span
+    """With the tiles that few rows have, within the memory of a multiprocessor."""
+    from turnout.kernels.attention.compressed import PLAIN, attend_compressed_span
 
     halves = dict.fromkeys(("q_ptr", "recent_ptr", "cache_ptr"), "*bf16")
     whole = {"ends_ptr": "*i64", "states_ptr": "*i64", "table_ptr": "*i32", "counts_ptr": "*i32"}
     constants = {
         "RECENT": 128,
-        "HB": DEFAULT.heads,
+        "HB": PLAIN.heads,
         "DP": 512,
         "PAGE": 1,
-        "TOKENS": DEFAULT.tokens,
+        "TOKENS": PLAIN.tokens,
         "PDL": True,
     }
     constants |= {"scale": 0.06, "RING": True}
-    compiled(attend_compressed_span, constants, warps=DEFAULT.warps, multiples=("D", "Y"), **halves, **whole)
+    compiled(attend_compressed_span, constants, warps=PLAIN.warps, multiples=("D", "Y"), **halves, **whole)
 
 
 @pytest.mark.parametrize(("ring", "page", "whole"), [(True, 1, True), (True, 16, False), (False, 1, True)])
@@ -167,17 +168,18 @@ def assert_alike(kernels: CompressedAttention, reference: CompressedAttention) -
         torch.testing.assert_close(ours, theirs, rtol=3e-2, atol=3e-2)
 
 
+TILES = [pytest.param(compressed.PLAIN, id="plain"), pytest.param(compressed.SPECIALISED, id="specialised")]
 RATES = pytest.mark.parametrize("rate", [{}, INDEX, {"rate": 128}], ids=["window", "rate-4", "rate-128"])
 
 
 @pytest.mark.gpu
 @RATES
-@pytest.mark.parametrize("specialised", [False, True])
-def test_rows_on_a_gpu(rate: dict[str, Any], specialised: bool, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("tiles", TILES)
+def test_rows_on_a_gpu(rate: dict[str, Any], tiles: Tiles, monkeypatch: pytest.MonkeyPatch):
     """A step of single tokens as a graph has it, and what it leaves, against torch's blocks, at the sizes of
     DeepSeek-V4-Flash: contexts with no entries, with few, with more than are chosen, some of whose windows
     end."""
-    monkeypatch.setattr(compressed, "DEFAULT", compressed.SPECIALISED if specialised else compressed.PLAIN)
+    monkeypatch.setattr(compressed, "tiles_for", lambda *_, **__: tiles)
     starts = [0, 2, 127, 128, 3000, 5119, 8191, 8190]
     N, pages = len(starts), 513
     torch.manual_seed(0)
@@ -198,18 +200,18 @@ def test_rows_on_a_gpu(rate: dict[str, Any], specialised: bool, monkeypatch: pyt
 
 @pytest.mark.gpu
 @RATES
-@pytest.mark.parametrize("start", [0, 3001])
-@pytest.mark.parametrize("specialised", [False, True])
+@pytest.mark.parametrize(("start", "length"), [(0, 700), (3001, 700), (3001, 530)])
+@pytest.mark.parametrize("tiles", TILES)
 def test_chunks_on_a_gpu(
-    rate: dict[str, Any], start: int, specialised: bool, monkeypatch: pytest.MonkeyPatch
+    rate: dict[str, Any], start: int, length: int, tiles: Tiles, monkeypatch: pytest.MonkeyPatch
 ):
-    """Of a prompt, and what they leave, against torch."""
-    monkeypatch.setattr(compressed, "DEFAULT", compressed.SPECIALISED if specialised else compressed.PLAIN)
+    """Of a prompt, and what they leave, against torch; 512 tokens at a time."""
+    monkeypatch.setattr(compressed, "tiles_for", lambda *_, **__: tiles)
     torch.manual_seed(0)
-    layer, found = Layer(rate, 700, torch.device("cuda")), []
+    layer, found = Layer(rate, length, torch.device("cuda")), []
     made = [layer.paged(make, 1, 300) for make in (CompressedAttention, TritonCompressed)]
     for paged, (request,) in made:
-        step = paged.laid_out([], [chunk(request, start, start + 700)])
+        step = paged.laid_out([], [chunk(request, start, start + length)])
         found.append(step.compressed(0, layer.q, layer.kv, layer.sinks, layer.rest))
     torch.testing.assert_close(found[1], found[0], rtol=3e-2, atol=3e-2)
     assert_alike(made[1][0], made[0][0])

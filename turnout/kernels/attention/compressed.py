@@ -25,9 +25,16 @@ from turnout.kernels.common.dependent import launches_early
 
 COPIED = 1024  # channels of a program that stores
 MADE_OF = 16  # tokens that an entry is made of, at a time
-PLAIN = DEFAULT = Tiles(tokens=32, stages=3, shortest=64, narrow=True, parts=4)
+PLAIN = Tiles(tokens=32, stages=3, shortest=64, narrow=True, parts=4)
 # Of compressed_specialised.py; see `can_specialise`.
 SPECIALISED = Tiles(64, 64, 12, 2, 1, shortest=128, narrow=True, parts=4, specialised=True)
+MANY = 8  # rows that decode; see `tiles_for`
+
+
+def tiles_for(rows: int, *, decoding: bool) -> Tiles:
+    """Where both are possible. 8 rows that decode took SPECIALISED 0.8 to 0.9 of PLAIN's time, 128 rows and
+    prompts 0.2, and one row up to 1.1 (benchmarks/results/compressed-layers-nvidia-h200-2026-11-26.json)."""
+    return PLAIN if decoding and rows < MANY else SPECIALISED
 
 
 def can_specialise(q_NHD: Tensor) -> bool:
@@ -265,10 +272,10 @@ def attend(
     recent: rings [slots, places, D] and states, the slots of rows; or, without states, [tokens, D] from
     position `first` on. Contiguous, but for rows of the table, int32 or int64: pages of `page` entries.
     longest: the most entries that a row may see. sinks: float32 [H]. An end of 0 makes a row padding, which
-    gives 0 and whose count must be 0. tiles: None: DEFAULT.
+    gives 0 and whose count must be 0. tiles: None: those of `tiles_for`.
     """
     N, H, D = q_NHD.shape
-    tiles = tiles or DEFAULT
+    tiles = tiles or tiles_for(N, decoding=states_N is not None)
     out_NHD, DP = torch.empty_like(q_NHD), max(16, triton.next_power_of_2(D))
     early = launches_early(q_NHD.device)
     if not N:
@@ -276,7 +283,9 @@ def attend(
     places = seen if states_N is None else recent.shape[1]
     if tiles.specialised and not can_specialise(q_NHD):
         tiles = PLAIN
-    splits = spans(N, H, places + longest, processors, tiles)
+    # Prompts have rows for all processors, or are short.
+    one = tiles.specialised and states_N is None
+    splits = 1 if one else spans(N, H, places + longest, processors, tiles)
     kept_as = q_NHD.dtype if tiles.narrow else torch.float32
     whole = tiles.specialised and splits == 1  # nothing is left to join
     partial = out_NHD if whole else torch.empty(N, H, splits, D, dtype=kept_as, device=q_NHD.device)
