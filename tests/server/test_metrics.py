@@ -10,7 +10,10 @@ from typing import cast
 
 import httpx
 import numpy as np
+import prometheus_client
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -18,7 +21,8 @@ from tests.server.processes import eventually
 from turnout.engine.messages import EngineStats
 from turnout.server.engine_view import Viewer
 from turnout.server.expert_window import CountWindow, balancedness, by_slice, hot_share
-from turnout.server.metric_list import METRICS, PREFIX, Kind
+from turnout.server.metric_list import METRICS, PREFIX, SECONDS, Kind
+from turnout.server.metrics import Histogram
 from turnout.server.supervise.engine import EngineSupervisor
 
 GRAFANA = Path(__file__).parents[2] / "docs" / "grafana.json"
@@ -202,3 +206,21 @@ def test_balance_and_hot_share_by_definition():
     assert hot_share(counts * 0) is None
     assert hot_share(np.full((48, 128), 7)) == pytest.approx(0.01, rel=0.02)
     assert by_slice(counts, 2).tolist() == [24, 8]
+
+
+@given(st.lists(st.tuples(st.floats(-1.0, 400.0) | st.sampled_from(SECONDS), st.integers(1, 5))))
+def test_histograms_are_prometheus_own(observed: list[tuple[float, int]]):
+    metric = next(metric for metric in METRICS if metric.name == "inter_token_latency_seconds")
+    theirs = prometheus_client.Histogram(
+        metric.series, metric.help, metric.labels, buckets=metric.buckets, registry=None
+    )
+    ours = Histogram(metric, "tiny")
+    for value, times in observed:
+        ours.observe(value, times)
+        for _ in range(times):
+            theirs.labels("tiny").observe(value)
+    theirs.labels("tiny")
+    ((own,), (other,)) = ours.collect(), theirs.collect()
+    assert (own.name, own.type, own.documentation) == (other.name, other.type, other.documentation)
+    for one, two in zip(own.samples, other.samples, strict=True):
+        assert (one.name, one.labels, one.value) == (two.name, two.labels, pytest.approx(two.value))

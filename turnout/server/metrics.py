@@ -6,9 +6,12 @@ report when a scraper asks, so that counters cannot drift apart.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, Counter, disable_created_metrics, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -16,12 +19,40 @@ from prometheus_client.core import (
 )
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from turnout.server.engine_view import View, Viewer, leading
 from turnout.server.metric_list import METRICS, Kind, Metric
 from turnout.server.supervise.engine import EngineSupervisor
 
 FAMILIES = {Kind.COUNTER: CounterMetricFamily, Kind.GAUGE: GaugeMetricFamily}
+
+
+class Histogram(Collector):
+    """As prometheus_client's, without its locks and its search through all bounds, which cost 3 us of every
+    token: one thread observes and is scraped. It has no labels but the model's name."""
+
+    def __init__(self, metric: Metric, model_name: str):
+        self._metric, self._model_name = metric, model_name
+        self._bounds = metric.buckets
+        self._counts = [0] * (len(self._bounds) + 1)  # the last: of what is above all bounds
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count `value` as often as `times` says."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def buckets(self) -> list[tuple[float, float]]:
+        """(upper bound, observations up to it)."""
+        return list(zip([*self._bounds, math.inf], accumulate(map(float, self._counts)), strict=True))
+
+    def collect(self) -> Iterator[Family]:
+        metric = self._metric
+        family = HistogramMetricFamily(metric.series, metric.help, labels=metric.labels)
+        buckets = [(floatToGoString(bound), count) for bound, count in self.buckets()]
+        family.add_metric([self._model_name], buckets, self._sum)
+        yield family
 
 
 class Metrics:
@@ -46,14 +77,13 @@ class Metrics:
 
     def histogram(self, name: str) -> Histogram:
         """The one of metric_list.py with that name."""
-        found = self._observed[name].labels(self._model_name)
+        found = self._observed[name]
         assert isinstance(found, Histogram)
         return found
 
     def buckets(self, name: str) -> list[tuple[float, float]]:
         """(upper bound, observations up to it) of a histogram that requests are observed in."""
-        (family,) = self._observed[name].collect()
-        return [(float(s.labels["le"]), s.value) for s in family.samples if s.name.endswith("_bucket")]
+        return self.histogram(name).buckets()
 
     def finished(self, reason: str) -> None:
         counter = self._observed["request_success_total"]
@@ -67,9 +97,9 @@ class Metrics:
     def _declare(self, metric: Metric) -> Counter | Histogram:
         if metric.kind == Kind.COUNTER:
             return Counter(metric.series, metric.help, metric.labels, registry=self.registry)
-        return Histogram(
-            metric.series, metric.help, metric.labels, buckets=metric.buckets, registry=self.registry
-        )
+        histogram = Histogram(metric, self._model_name)
+        self.registry.register(histogram)
+        return histogram
 
 
 class EngineCollector(Collector):
