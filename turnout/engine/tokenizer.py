@@ -44,6 +44,7 @@ class Tokenizer:
         self.longest_token = longest_token(declared)
         self.chat_template = template
         self._template = None if template is None else _compile(template, folder)
+        self._bytes: dict[int, bytes] = {}  # of tokens that were asked for
 
     @classmethod
     def load(cls, folder: Path, *, trust_remote_code: bool = False) -> Tokenizer:
@@ -96,6 +97,14 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token stands for, exactly, even where it is part of a character. b"" if unknown."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._find_bytes(token_id)
+            if known:
+                self._bytes[token_id] = known
+        return known
+
+    def _find_bytes(self, token_id: int) -> bytes:
         token = self._core.id_to_token(token_id)
         if token is None:
             return b""

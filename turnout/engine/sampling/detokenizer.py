@@ -66,6 +66,23 @@ class TextStream:
             stop_reason=output.stop_token,
             error=output.error,
         )
+        if self._sampling.stop:
+            self._push_until_stopped(delta, output)
+        else:
+            self._push_all(delta, output)
+        if delta.finish_reason is not None:
+            if not delta.stopped:
+                self._end(delta)
+            self._finished = True
+        return delta
+
+    def _push_all(self, delta: TextDelta, output: RequestOutput) -> None:
+        """Where there are no stop strings to look for."""
+        delta.token_ids, delta.logprobs = list(output.token_ids), list(output.logprobs or ())
+        hidden = output.stop_token is not None and not self._sampling.include_stop_str_in_output
+        delta.text = self._decoder.push(output.token_ids[:-1] if hidden else output.token_ids)
+
+    def _push_until_stopped(self, delta: TextDelta, output: RequestOutput) -> None:
         for i, token in enumerate(output.token_ids):
             delta.token_ids.append(token)
             if output.logprobs is not None:
@@ -74,18 +91,13 @@ class TextStream:
             self._push_token(delta, token, hidden=is_stop_token)
             if delta.stopped:
                 break
-        if delta.finish_reason is not None:
-            if not delta.stopped:
-                self._end(delta)
-            self._finished = True
-        return delta
 
     def _push_token(self, delta: TextDelta, token: int, *, hidden: bool) -> None:
         self._num_tokens += 1
         if hidden and not self._sampling.include_stop_str_in_output:
             return
         delta.text += self._stops.push(
-            self._decoder.push(token), search=self._num_tokens > self._sampling.min_tokens
+            self._decoder.push((token,)), search=self._num_tokens > self._sampling.min_tokens
         )
         self._check_stopped(delta)
 
@@ -141,8 +153,8 @@ class StopStrings:
 class Decoder(Protocol):
     """Turns tokens into text piece by piece."""
 
-    def push(self, token: int) -> str:
-        """Text that is complete with `token`."""
+    def push(self, tokens: Sequence[int]) -> str:
+        """Text that is complete with `tokens`."""
         ...
 
     def flush(self) -> str:
@@ -154,14 +166,19 @@ class ByteDecoder:
     """For byte-level vocabularies: every token is known bytes, so decoding is exact and takes one look."""
 
     def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]):
-        self._tokenizer = tokenizer
+        self._token_bytes = tokenizer.token_bytes
         self._skipped = skipped
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._in_character = False
 
-    def push(self, token: int) -> str:
-        if token in self._skipped:
-            return ""
-        return self._utf8.decode(self._tokenizer.token_bytes(token))
+    def push(self, tokens: Sequence[int]) -> str:
+        token_bytes, skipped = self._token_bytes, self._skipped
+        raw = b"".join([token_bytes(token) for token in tokens if token not in skipped])
+        if raw.isascii() and not self._in_character:  # the rest of a decoder's work takes 1 us
+            return raw.decode("ascii")
+        text = self._utf8.decode(raw)
+        self._in_character = self._utf8.getstate()[0] != b""
+        return text
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -181,7 +198,10 @@ class PieceDecoder:
         self._finished = 0  # ids before this are the context
         self._context = ""  # their text
 
-    def push(self, token: int) -> str:
+    def push(self, tokens: Sequence[int]) -> str:
+        return "".join([self._push_one(token) for token in tokens])
+
+    def _push_one(self, token: int) -> str:
         if token in self._skipped:
             return ""
         self._ids.append(token)
