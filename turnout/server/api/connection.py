@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from turnout.server.api.chunks import short_way
 from turnout.server.api.errors import ApiError
 
 DISCARD_FACTOR = 16
@@ -138,18 +139,20 @@ class EventStream(Response):
         waiting = asyncio.ensure_future(self._keep_open(send))
         try:
             with suppress(ClientDisconnect):
-                await while_connected(receive, self._send(send))
+                await while_connected(receive, self._send(send, short_way(scope)))
         finally:
             waiting.cancel()
             self._on_end()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, write: Callable[[bytes], bool]) -> None:
+        """write: see `short_way`."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         now = asyncio.get_running_loop().time
         self._waits_for_client, self._sent = False, now()
         async for part in self._parts:
-            self._waits_for_client = True
-            await send({"type": "http.response.body", "body": part, "more_body": True})
+            if not write(part):
+                self._waits_for_client = True
+                await send({"type": "http.response.body", "body": part, "more_body": True})
             self._waits_for_client, self._sent = False, now()
         self._waits_for_client = True
         await send({"type": "http.response.body", "body": b"", "more_body": False})

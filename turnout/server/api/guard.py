@@ -12,6 +12,7 @@ import h11
 import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from turnout.server.api.chunks import CHUNKS, ChunkWriter
 from turnout.server.api.errors import ApiError
 
 REQUEST_SECONDS = 10  # for a request's head, from its first byte; and for a body after its answer
@@ -71,6 +72,13 @@ class GuardedProtocol(H11Protocol):
         self._refused = False
         self.logger = log
         self.conn = BoundedConnection()
+        self.app = self._with_chunks
+
+    async def _with_chunks(self, scope: Any, receive: Any, send: Any) -> None:
+        """The application, told of a ChunkWriter."""
+        if scope["method"] != "HEAD":
+            scope.setdefault("extensions", {})[CHUNKS] = ChunkWriter(self.cycle).write
+        await self.config.loaded_app(scope, receive, send)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if hasattr(transport, "max_size"):  # asyncio's; uvloop has one buffer for all connections
