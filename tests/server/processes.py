@@ -139,7 +139,7 @@ class Background(threading.Thread):
             "n": n,
             "ignore_eos": True,
             "stream": True,
-            "logprobs": 0,  # makes every token an event
+            "logprobs": 0,  # says which tokens an event holds
         } | fields
         self.lines: list[str] = []
         self.running = threading.Event()
@@ -161,6 +161,14 @@ class Background(threading.Thread):
     def result(self) -> list[str]:
         self.join(120)
         return self.lines
+
+    def num_tokens(self) -> int:
+        """Of all choices, in a stream that ended as it should."""
+        *events, done = self.result()
+        assert done == "[DONE]", done
+        return sum(
+            len(choice["logprobs"]["tokens"]) for event in events for choice in json.loads(event)["choices"]
+        )
 
     def error(self) -> dict[str, Any]:
         """The error that ended the stream, which must be its last event."""

@@ -58,9 +58,9 @@ def test_drain_finishes_what_it_can_and_refuses_what_comes(tiny_folder: Path):
         assert ready.status_code == refused.status_code == 503
         assert refused.json()["error"]["code"] == "shutting_down"
         engine.resume()
-        lines = short.result()
+        short.result()
         engine.suspend()
-        assert (len(lines), lines[-1]) == (9, "[DONE]")
+        assert short.num_tokens() == 8
         assert endless.error()["code"] == "shutting_down"
         engine.resume()
         assert server.process.wait(60) == 0
@@ -102,8 +102,7 @@ def test_a_terminal_that_closes_lets_answers_finish(tiny_folder: Path):
             while httpx.get(f"{root}/ready").status_code == 200:
                 time.sleep(0.01)
         engine.resume()
-        lines = answer.result()
-        assert (len(lines), lines[-1]) == (301, "[DONE]")
+        assert answer.num_tokens() == 300
         assert server.process.wait(60) == 0
         assert eventually(lambda: all(has_ended(process) for process in group))
         assert eventually(lambda: not folder.exists())

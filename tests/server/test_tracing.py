@@ -142,8 +142,9 @@ def test_requests_that_end_otherwise_have_whole_spans(
 
 def test_a_span_says_when_a_request_lost_its_pages():
     sequence = SequenceRecord(prompt_ids=[1])
-    sequence.note(RequestOutput(id="a", token_ids=[1], waited=(0.1, 0.1)), 10.5)
-    sequence.note(RequestOutput(id="a", token_ids=[2], finish_reason="length", preempted=[11.0, 12.0]), 13.0)
+    sequence.note(RequestOutput(id="a", token_ids=[1], waited=(0.1, 0.1)), [1], 10.5)
+    last = RequestOutput(id="a", token_ids=[2], finish_reason="length", preempted=[11.0, 12.0])
+    sequence.note(last, [2], 13.0)
     sequence.finish_reason = "length"
     record = RequestRecord(
         id="a", model="tiny", sampling=SamplingParams(), arrival=10.0, sequences=[sequence], ended=13.0

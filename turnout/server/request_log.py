@@ -32,15 +32,15 @@ class SequenceRecord:
     preempted: list[float] = field(default_factory=list)
     finish_reason: str | None = None
 
-    def note(self, output: RequestOutput, now: float) -> None:
-        """Add what a step gave the sequence."""
+    def note(self, output: RequestOutput, token_ids: Sequence[int], now: float) -> None:
+        """Add what came of the sequence. token_ids: those of `output` that belong to the answer."""
         if output.waited is not None and self.waited is not None:
             self.resumed.append(now)
         self.waited = self.waited or output.waited
         self.cached_tokens = self.cached_tokens or output.cached_tokens
         self.preempted += output.preempted
-        if output.token_ids:
-            self.output_ids += output.token_ids
+        if token_ids:
+            self.output_ids += token_ids
             self.first_token, self.last_token = self.first_token or now, now
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -13,7 +14,7 @@ from turnout.engine.messages import AddRequest, RequestOutput, TokenLogprobs
 from turnout.engine.sampling.detokenizer import TextDelta, TextStream
 from turnout.engine.sampling_params import SamplingParams
 from turnout.server.api.errors import ApiError
-from turnout.server.api.parsing.parts import Call, Parser, Part, Text, ends_call
+from turnout.server.api.parsing.parts import Arguments, Call, Parser, Part, Text, ends_call, merged
 from turnout.server.metrics import Metrics
 from turnout.server.request_log import Observer, RequestRecord
 from turnout.server.supervise.engine import EngineSupervisor
@@ -100,7 +101,8 @@ class Generation:
         self._engine = engine
         self._metrics = metrics
         self._arrival = time.perf_counter()
-        self._queue: asyncio.Queue[Item] = asyncio.Queue()
+        self._come: list[Item] = []  # and not digested
+        self._waiter: asyncio.Future[None] | None = None  # of `deltas`, while nothing has come
         self._unfinished = len(choices)
         self._cut_short: str = "abort"  # why choices end that have not finished
         self._cache_salt, self._priority = cache_salt, priority
@@ -110,7 +112,7 @@ class Generation:
         """Hand one of the choices to the engine, which must be serving."""
 
         def sink(output: RequestOutput | EngineFailed) -> None:
-            self._queue.put_nowait((choice, output))
+            self._put((choice, output))
 
         request = AddRequest(
             id=self._name(choice),
@@ -123,12 +125,28 @@ class Generation:
         self._engine.submit(request, sink)
 
     async def deltas(self) -> AsyncIterator[list[tuple[Choice, Delta]]]:
-        """What the choices gained, whatever has come at once, until all have finished. Raises ApiError."""
+        """What the choices gained since they were last asked for, until all have finished. Raises ApiError,
+        after what came before it.
+
+        What a choice gained at once is one delta, but for calls of tools, whose arguments come as the model
+        writes them.
+        """
         while self._unfinished:
-            items = [await self._queue.get()]
-            while not self._queue.empty():
-                items.append(self._queue.get_nowait())
-            yield [(choice, self._digest(choice, output)) for choice, output in items if not choice.finished]
+            if not self._come:
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
+            items, self._come = self._come, []
+            gained: list[tuple[Choice, Delta]] = []
+            try:
+                for choice, output in items if len(items) == 1 else joined(items):
+                    if not choice.finished:
+                        gained.append((choice, self._digest(choice, output)))
+            except ApiError:
+                if gained:
+                    yield united(gained)
+                raise
+            if gained:
+                yield gained if len(gained) == 1 else united(gained)
 
     async def totals(self) -> list[Delta]:
         """The whole answer of each choice, once all have finished. Raises ApiError."""
@@ -140,7 +158,12 @@ class Generation:
 
     def fail(self, error: ApiError) -> None:
         """End the request with `error`."""
-        self._queue.put_nowait((self.choices[0], error))
+        self._put((self.choices[0], error))
+
+    def _put(self, item: Item) -> None:
+        self._come.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def close(self) -> None:
         """Free what the engine still holds for this request."""
@@ -194,9 +217,9 @@ class Generation:
         if output.finish_reason == "abort":
             raise ApiError(503, "the engine ended this request", code="aborted")
         choice.waited = choice.waited or output.waited
-        if self._record is not None:
-            self._record.sequences[choice.index].note(output, time.time())
         piece = choice.text.push(output)
+        if self._record is not None:
+            self._record.sequences[choice.index].note(output, piece.token_ids, time.time())
         self._observe(choice, piece)
         parts = _parts(choice, piece)
         delta = Delta(
@@ -216,16 +239,17 @@ class Generation:
 
     def _observe(self, choice: Choice, piece: TextDelta) -> None:
         choice.cached_tokens = choice.cached_tokens or piece.cached_tokens
-        if not piece.token_ids:
+        count = len(piece.token_ids)
+        if not count:
             return
         now = time.perf_counter()
         if choice.num_tokens == 0:
             choice.first_token_time = now
             self._metrics.first_token.observe(now - self._arrival)
         else:
-            for _ in piece.token_ids:  # several at once share the time since the last
-                self._metrics.inter_token.observe((now - choice.last_token_time) / len(piece.token_ids))
-        choice.num_tokens += len(piece.token_ids)
+            # Several at once share the time since the last.
+            self._metrics.inter_token.observe((now - choice.last_token_time) / count, count)
+        choice.num_tokens += count
         choice.last_token_time = now
 
     def _finish(self, choice: Choice, reason: str) -> None:
@@ -271,6 +295,72 @@ def _parts(choice: Choice, piece: TextDelta) -> list[Part]:
     if choice.has_calls and piece.finish_reason == "stop":
         piece.finish_reason = "tool_calls"
     return parts
+
+
+def joined(items: Sequence[Item]) -> list[Item]:
+    """The same outputs, those of a choice as one: when the server is behind, a token then costs less.
+
+    Apart remain what ends a request with an error, the first output of an engine, which says how long it
+    waited, and outputs of a choice whose parser says which tokens are reasoning.
+    """
+    runs: list[tuple[Choice, list[Any]]] = []
+    latest: dict[int, list[Any]] = {}  # by choice, the run that goes on
+    for choice, output in items:
+        if not _can_be_joined(choice, output):
+            latest.pop(choice.index, None)
+            runs.append((choice, [output]))
+        elif choice.index in latest:
+            latest[choice.index].append(output)
+        else:
+            latest[choice.index] = [output]
+            runs.append((choice, latest[choice.index]))
+    return [(choice, run[0] if len(run) == 1 else _as_one(run)) for choice, run in runs]
+
+
+def _can_be_joined(choice: Choice, output: RequestOutput | EngineFailed | ApiError) -> bool:
+    return (
+        choice.parser is None
+        and isinstance(output, RequestOutput)
+        and output.finish_reason not in ("error", "abort")
+        and output.waited is None
+        and output.prompt_logprobs is None
+    )
+
+
+def _as_one(run: Sequence[RequestOutput]) -> RequestOutput:
+    first, last = run[0], run[-1]
+    return RequestOutput(
+        id=first.id,
+        token_ids=[token for output in run for token in output.token_ids],
+        logprobs=None if first.logprobs is None else [one for output in run for one in output.logprobs or ()],
+        cached_tokens=first.cached_tokens,
+        preempted=last.preempted,
+        finish_reason=last.finish_reason,
+        stop_token=last.stop_token,
+    )
+
+
+def united(gained: Iterable[tuple[Choice, Delta]]) -> list[tuple[Choice, Delta]]:
+    """The same deltas, those of a choice as one as far as they say nothing of calls of tools."""
+    found: list[tuple[Choice, Delta]] = []
+    latest: dict[int, Delta] = {}  # by choice, the one that goes on
+    for choice, delta in gained:
+        if _calls(delta):
+            latest.pop(choice.index, None)
+            found.append((choice, delta))
+        elif choice.index in latest:
+            latest[choice.index].add(delta)
+        else:
+            latest[choice.index] = delta
+            found.append((choice, delta))
+    for _, delta in found:
+        if len(delta.parts) > 1 and not _calls(delta):
+            delta.parts = merged(delta.parts)
+    return found
+
+
+def _calls(delta: Delta) -> bool:
+    return any(isinstance(part, Call | Arguments) for part in delta.parts)
 
 
 def for_choice(sampling: SamplingParams, choice: int) -> SamplingParams:

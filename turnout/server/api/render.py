@@ -6,6 +6,8 @@ import math
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
+import msgspec
+
 from turnout.engine.messages import TokenLogprobs
 from turnout.engine.tokenizer import Tokenizer
 from turnout.server.api.connection import encode_event
@@ -14,6 +16,7 @@ from turnout.server.api.generation import Choice, Delta, Generation
 from turnout.server.api.parsing.parts import Arguments, Call, Part, Reasoning, Text, merged
 from turnout.server.api.protocol import ChatBody, CompletionBody
 
+encode = msgspec.json.Encoder().encode
 LOWEST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot hold
 
 
@@ -51,9 +54,11 @@ async def stream(
     Events that are ready together go out in one write.
     """
     absent = {"usage": None} if usage else {}
+    whole = encode_event(_envelope(generation, renderer.part, model, []) | absent)
+    head, _, tail = whole.rpartition(b"[]")  # all of an event but its choices; after them stands no list
 
     def event(choices: list[dict[str, Any]]) -> bytes:
-        return encode_event(_envelope(generation, renderer.part, model, choices) | absent)
+        return b"%b%b%b" % (head, encode(choices), tail)
 
     openings = [opening for c in generation.choices if (opening := renderer.opening(c)) is not None]
     if openings:

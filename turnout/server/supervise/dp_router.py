@@ -74,13 +74,12 @@ class Router:
         """The request got `num_tokens` more, so its prompt has been computed. Unknown ids are ignored."""
         request = self._requests.get(id)
         if request:
-            before = request.work
-            request.prompt = 0
-            request.output = max(
-                request.output - num_tokens, 1
-            )  # one longer than expected may end any moment
+            left = request.output - num_tokens
+            if left < 1:  # one longer than expected may end any moment
+                left = 1
+            self._work[request.rank] += left - request.output - request.prompt
+            request.prompt, request.output = 0, left
             request.produced += num_tokens
-            self._work[request.rank] += request.work - before
 
     def finished(self, id: str, *, complete: bool = True) -> None:
         """The request needs nothing more; only one that is `complete` tells what is typical."""

@@ -151,7 +151,9 @@ class Ledger:
     def delivered(self, entry: Entry, output: RequestOutput) -> bool:
         """Note what goes to a client; whether more may be `due` then."""
         entry.output_ids += output.token_ids
-        if entry.progressed and output.finish_reason is None:  # as most of them: all else was noted before
+        if (
+            entry.outputs >= PROGRESS_OUTPUTS and output.finish_reason is None
+        ):  # as most of them: all else was noted before
             return False
         entry.outputs += 1
         if entry.progressed:  # also if ranks die in a later step that is not its own
