@@ -14,7 +14,6 @@ LONGER = {
     "kernels/attention/decode.py: attend_span": 61,
     "kernels/attention/decode_whole.py: rotate_store_attend": 98,
     "kernels/attention/latent.py: attend_latent_span": 61,
-    "kernels/cpu/decoder_layer.py: _experts_half": 62,
 }
 
 

@@ -67,7 +67,9 @@ class Config:
     )
     trust_remote_code: bool = model_flag(False, "let the tokenizer run code shipped with the model")
     num_threads: int = model_flag(
-        0, "CPU threads; 0: the physical cores this process may use, less one for the server", minimum=0
+        0,
+        "CPU threads; 0: the physical cores this process may use, less one for what torch computes",
+        minimum=0,
     )
     load_progress: bool = model_flag(True, "progress bars while loading")
 

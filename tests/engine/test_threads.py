@@ -11,6 +11,7 @@ import torch
 from tests.engine.toy import make_core
 from turnout.engine import threads
 from turnout.engine.threads import usable_cores
+from turnout.kernels.cpu import threads as kernels
 
 
 @pytest.fixture
@@ -62,9 +63,12 @@ def test_the_engine_computes_with_as_many_as_asked_for() -> None:
     try:
         make_core(num_threads=2)
         assert torch.get_num_threads() == 2
-        assert make_core(num_threads=0).info()["num_threads"] <= max(1, usable_cores() - 1)
+        assert kernels.threads_for(1e9) == 2
+        assert make_core(num_threads=0).info()["num_threads"] == kernels.threads_for(1e9) <= usable_cores()
+        assert torch.get_num_threads() <= max(1, usable_cores() - 1)
     finally:
         torch.set_num_threads(before)
+        kernels.use_threads(0)
 
 
 @pytest.mark.parametrize(
@@ -75,3 +79,9 @@ def test_ranks_share_the_cores_of_their_host(
 ):
     monkeypatch.setattr(threads, "usable_cores", lambda: cores)
     assert threads.default_threads(ranks) == expected
+
+
+@pytest.mark.parametrize(("cores", "ranks", "expected"), [(1, 1, 1), (2, 1, 2), (8, 3, 2), (2, 4, 1)])
+def test_kernels_take_all_cores(monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, expected: int):
+    monkeypatch.setattr(threads, "usable_cores", lambda: cores)
+    assert threads.kernel_threads(ranks) == expected

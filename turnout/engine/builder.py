@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from hashlib import blake2b
 from typing import Any, cast
 
@@ -37,9 +38,10 @@ from turnout.engine.step import batch_invariant
 from turnout.engine.step.commit import StepCommit
 from turnout.engine.step.draft_layer import LayerDrafter
 from turnout.engine.step.forward import Forward
-from turnout.engine.threads import default_threads
+from turnout.engine.threads import default_threads, kernel_threads
 from turnout.engine.warmup import Tuner, count_compilations, first_prompts, lower_sizes, measure_steps
 from turnout.errors import UserError
+from turnout.kernels import cpu
 from turnout.models import load_model
 from turnout.models.interface import DraftingModel, Model, ProgressFn
 from turnout.models.prepared import Prepared
@@ -321,9 +323,23 @@ def _make_attention(engine_plan: EnginePlan, device: torch.device) -> AttentionC
     )
 
 
+@cache
+def _granted_threads() -> int:
+    """Torch's CPU threads before an engine of this process set them."""
+    return torch.get_num_threads()
+
+
 def _use_threads(wanted: int, ranks: int, device: torch.device) -> int:
-    """Set torch's CPU threads: as wanted, or the default but no more than OMP_NUM_THREADS grants."""
-    threads = wanted or min(torch.get_num_threads(), default_threads(ranks, with_gpu=device.type != "cpu"))
+    """Set torch's CPU threads, and those of kernels: as wanted, or the defaults but no more than
+    OMP_NUM_THREADS grants. Returns how many kernels have, or torch where there are none."""
+    granted, with_gpu = _granted_threads(), device.type != "cpu"
+    threads = wanted or min(granted, default_threads(ranks, with_gpu=with_gpu))
     if threads != torch.get_num_threads():
         torch.set_num_threads(threads)
-    return threads
+    if with_gpu or not cpu.available():
+        return threads
+    from turnout.kernels.cpu.threads import use_threads
+
+    together = wanted or min(granted, kernel_threads(ranks))
+    use_threads(together)
+    return together

@@ -26,6 +26,12 @@ def default_threads(ranks: int = 1, *, with_gpu: bool = False) -> int:
     return min(share, WITH_GPU) if with_gpu else share
 
 
+def kernel_threads(ranks: int = 1) -> int:
+    """For the kernels of each of `ranks` processes on this host, whose threads wait for none that is late
+    (kernels/cpu/team.py): their share of all cores."""
+    return max(1, usable_cores() // ranks)
+
+
 def usable_cores(*, cpus: Path = CPUS, cgroup: Path = CGROUP) -> int:
     """Physical cores among the CPUs of this process's affinity mask, within its control group's quota.
 

@@ -110,8 +110,7 @@ def test_a_tokens_bits_do_not_depend_on_its_batch_or_the_threads(units, monkeypa
     for start, stop in ((0, 1), (7, 9), (11, 52)):
         rows = slice(start, stop)
         assert torch.equal(run(mine, units, x[rows], ids[rows], factors[rows]), whole[rows])
-    for module in (kernels, experts_bf16):
-        monkeypatch.setattr(module, "threads_for", lambda multiplications: 3)
+    monkeypatch.setattr(experts_bf16, "threads_that_wait", lambda multiplications: 3)
     assert torch.equal(run(mine, units, x, ids, factors), whole)
 
 
@@ -130,8 +129,7 @@ def test_rows_that_nobody_chose_are_not_read(units):
 @pytest.mark.parametrize("threads", [1, 3])
 def test_sums_are_rounded_as_torch_rounds(units, threads, monkeypatch):
     """Experts that put 1 out everywhere, so that a token's sum is its weight, of any bits."""
-    for module in (kernels, experts_bf16):
-        monkeypatch.setattr(module, "threads_for", lambda multiplications: threads)
+    monkeypatch.setattr(experts_bf16, "threads_that_wait", lambda multiplications: threads)
     hidden, inner = 144, 32
     ones = ExpertWeights(
         w13=PackedTensor(format="bf16", data=torch.ones(E, inner, hidden).bfloat16()),

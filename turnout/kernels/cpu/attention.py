@@ -29,7 +29,10 @@ import torch
 from torch import Tensor
 
 from turnout.kernels.cpu.jit import inline, kernel
-from turnout.kernels.cpu.threads import parallel, threads_for
+from turnout.kernels.cpu.phases import begin as begin_phase
+from turnout.kernels.cpu.phases import end as end_phase
+from turnout.kernels.cpu.team import floats, integers, phased
+from turnout.kernels.cpu.threads import threads_for
 from turnout.kernels.cpu.tiles import ROWS, products_f32, products_onto
 from turnout.kernels.cpu.vectors import (
     exp,
@@ -232,6 +235,21 @@ def _attend(
                 store(out + ((n * Hq + h * G + g) * D) * 4 + d, load(sums + r * D * 4 + d) * share)
 
 
+@phased(15, 1)
+def _shared_attend(phases, threads, given):
+    """`_attend`, by threads."""
+    (
+        q, q_pitch, groups, M, table, P, page_blocks, cache, head, Hq, Hkv, D, window, sinks, out,
+    ) = integers(given, 15)  # fmt: skip
+    (scale,) = floats(given + 15 * 8, 1)
+    begin_phase(phases)
+    _attend(
+        phases, q, q_pitch, groups, M, table, P, page_blocks, cache, head, Hq, Hkv, D, window, sinks, out,
+        scale,
+    )  # fmt: skip
+    end_phase(phases)
+
+
 class Chunks:
     """The chunks of a step, in the order of its tokens, as kernels see them."""
 
@@ -287,8 +305,8 @@ def attend(
         0, N, k_NHD.data_ptr(), k_NHD.stride(0) * 4, v_NHD.data_ptr(), v_NHD.stride(0) * 4,
         chunks_C3, C, *cache.pages, Hkv, D,
     )  # fmt: skip
-    parallel(
-        _attend, threads_for(2 * chunks.pairs * Hq * D), q_NHD.data_ptr(), q_NHD.stride(0) * 4,
+    _shared_attend(
+        threads_for(2 * chunks.pairs * Hq * D), None, q_NHD.data_ptr(), q_NHD.stride(0) * 4,
         groups_MF, M, *cache.pages, Hq, Hkv, D,
         cache.window, 0 if sinks_H is None else sinks_H.data_ptr(), out_NHD.data_ptr(), cache.scale,
     )  # fmt: skip

@@ -26,7 +26,8 @@ from turnout.kernels.cpu import attention, experts, route, rows
 from turnout.kernels.cpu.jit import inline, kernel, part
 from turnout.kernels.cpu.panels import WIDENED_ROWS
 from turnout.kernels.cpu.phases import PHASE, ROWS, SECOND, begin, end, piece, shared_dots
-from turnout.kernels.cpu.threads import in_phases, threads_for
+from turnout.kernels.cpu.team import floats, integers, phased
+from turnout.kernels.cpu.threads import threads_for
 from turnout.kernels.cpu.tiles import dots, dots_between
 from turnout.kernels.cpu.vectors import (
     LANES,
@@ -122,17 +123,18 @@ def _gate_phase(phase, threads, x, gate, N, Y):
     end(phase)
 
 
-@kernel("void(" + "int64, " * 30 + "float32, float32, float32)")
-def _attention_half(
-    phases, threads, x, delta, sums, out, space, N, cos, sin,
-    chunks, C, groups, M, table, P, page_blocks, cache, head, window,
-    gain, qkv, head_gain, gate_weight, out_weight, sinks, H, Hq, Hkv, D, eps, head_eps, scale,
-):  # fmt: skip
+@phased(28, 3)
+def _attention_half(phases, threads, given):
     """sums [N, H] = x + delta (0: x is the sum); out [N, H] = attention of its norm, gated, projected.
 
     gate_weight: [Hq D, H], or 0. space: of (H + X + (3 Hq + Hkv) D) N float32. The rest: see `_norm`,
     `_rotate`, `_store` and `_attend`.
     """
+    (
+        x, delta, sums, out, space, N, cos, sin, chunks, C, groups, M, table, P, page_blocks, cache, head,
+        window, gain, qkv, head_gain, gate_weight, out_weight, sinks, H, Hq, Hkv, D,
+    ) = integers(given, 28)  # fmt: skip
+    eps, head_eps, scale = floats(given + 28 * 8, 3)
     inner = Hq * D
     X = inner + 2 * Hkv * D
     heads = space + H * N * 4
@@ -191,11 +193,29 @@ def _token_gates(phase, x, N, weight, H, out):
     end(phase)
 
 
-@kernel("void(" + "int64, " * 28 + "float32, float32, float32, float32, float32)")
-def _experts_half(
-    phases, threads, x, delta, sums, out, space, room, N, gain, router, counts, H, E, K, of_all, renormalize,
-    first, L, w13, w2, inner, activation, b13, b2, shared, S, columns, eps, scaling, alpha, beta, limit,
+@part
+def _route_phase(
+    phase, normed, N, router, E, H, logits, left, ids, chosen, counts, scaling, K, of_all, renormalize,
+    first, L, starts, token, weight, shared, S, token_gate, raw, shared_a,
 ):  # fmt: skip
+    """`_choose` and `_pairs`, and meanwhile `_shared_columns`."""
+    begin(phase)
+    while True:
+        job = take(phase)
+        if job > S // COLUMNS:
+            break
+        if job:
+            at = (job - 1) * COLUMNS
+            _shared_columns(at, normed, N, get_i64(shared), S, H, token_gate, raw, shared_a)
+        else:
+            dots(normed, N, router, E, H, logits)
+            _choose(logits, left, 0, ids, chosen, counts, scaling, N, E, K, of_all, renormalize)
+            _pairs(ids, chosen, N, K, first, L, starts, token, weight)
+    end(phase)
+
+
+@phased(26, 5)
+def _experts_half(phases, threads, given):
     """sums [N, H] = x + delta (0: x is the sum); out [N, H] = experts [first, first + L) of its norm, as
     chosen by the product with router [E, H], and the shared expert.
 
@@ -204,6 +224,11 @@ def _experts_half(
     makes it; room: bytes of it for each thread. columns: see `_down`. The rest: see `_norm`, `_choose`,
     `_pairs`, `_up` and `_down`.
     """
+    (
+        x, delta, sums, out, space, room, N, gain, router, counts, H, E, K, of_all, renormalize,
+        first, L, w13, w2, inner, activation, b13, b2, shared, S, columns,
+    ) = integers(given, 26)  # fmt: skip
+    eps, scaling, alpha, beta, limit = floats(given + 26 * 8, 5)
     starts = space
     token = starts + (L + 1) * 8
     normed = token + N * K * 8
@@ -223,19 +248,10 @@ def _experts_half(
     if gate:
         _token_gates(phases, normed, N, gate, H, by_token)
     phases += PHASE
-    begin(phases)
-    while True:
-        job = take(phases)
-        if job > S // COLUMNS:
-            break
-        if job:
-            at = (job - 1) * COLUMNS
-            _shared_columns(at, normed, N, get_i64(shared), S, H, by_token if gate else 0, raw, shared_a)
-        else:
-            dots(normed, N, router, E, H, logits)
-            _choose(logits, left, 0, ids, chosen, counts, scaling, N, E, K, of_all, renormalize)
-            _pairs(ids, chosen, N, K, first, L, starts, token, weight)
-    end(phases)
+    _route_phase(
+        phases, normed, N, router, E, H, logits, left, ids, chosen, counts, scaling, K, of_all, renormalize,
+        first, L, starts, token, weight, shared, S, by_token if gate else 0, raw, shared_a,
+    )  # fmt: skip
     phases += PHASE
     begin(phases)
     _up(
@@ -331,8 +347,8 @@ class AttentionHalf(Bound):
             return None
         x_NH, delta_NH, sums_NH, out_NH = residual(x_NH, delta_NH)
         space = torch.empty(N * self._room)
-        in_phases(
-            _attention_half, threads_for(N * self._dense + chunks.pairs * self._per_pair), self,
+        _attention_half(
+            threads_for(N * self._dense + chunks.pairs * self._per_pair), self,
             x_NH.data_ptr(), experts.address(delta_NH), sums_NH.data_ptr(), out_NH.data_ptr(),
             space.data_ptr(), N, cos.data_ptr(), sin.data_ptr(), *chunks.bound, *cache.pages, cache.window,
             gain_H.data_ptr(), *self._bound, eps, self.head_eps, cache.scale,
@@ -391,8 +407,8 @@ class ExpertsHalf(Bound):
         x_NH, delta_NH, sums_NH, out_NH = residual(x_NH, delta_NH)
         threads, room = threads_for(N * (self._dense + self._others)), self._scratch[N >= WIDENED_ROWS]
         space = torch.empty(self._once + N * self._each + threads * room)
-        in_phases(
-            _experts_half, threads, self, x_NH.data_ptr(), experts.address(delta_NH), sums_NH.data_ptr(),
+        _experts_half(
+            threads, self, x_NH.data_ptr(), experts.address(delta_NH), sums_NH.data_ptr(),
             out_NH.data_ptr(), space.data_ptr(), 4 * room, N, gain_H.data_ptr(), *self._bound,
             self.layer.columns(threads), eps, *self._numbers,
         )  # fmt: skip

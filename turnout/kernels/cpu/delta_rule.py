@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 
 from turnout.kernels.cpu.jit import inline, kernel
-from turnout.kernels.cpu.threads import parallel, threads_for
+from turnout.kernels.cpu.phases import begin, end
+from turnout.kernels.cpu.team import floats, integers, phased
+from turnout.kernels.cpu.threads import threads_for
 from turnout.kernels.cpu.vectors import (
     exp,
     fma,
@@ -170,6 +172,22 @@ def _advance(
             )  # fmt: skip
 
 
+@phased(18, 2)
+def _shared_advance(phases, threads, given):
+    """`_advance`, by threads."""
+    (
+        mixed, pitch, ends, slots, positions, B, windows, states, conv, W, decay, bias, norm, out,
+        Hk, R, Dk, Dv,
+    ) = integers(given, 18)  # fmt: skip
+    scale, eps = floats(given + 18 * 8, 2)
+    begin(phases)
+    _advance(
+        phases, mixed, pitch, ends, slots, positions, B, windows, states, conv, W, decay, bias, norm, out,
+        Hk, R, Dk, Dv, scale, eps,
+    )  # fmt: skip
+    end(phases)
+
+
 def advance(
     mixed_NX: Tensor,
     slots_B: Tensor,
@@ -193,8 +211,8 @@ def advance(
     out_NY = torch.empty(N, Hv * Dv)
     if B:
         ends = 0 if ends_B is None else ends_B.data_ptr()
-        parallel(
-            _advance, threads_for(3 * N * Hv * Dk * Dv), mixed_NX.data_ptr(), mixed_NX.stride(0) * 4, ends,
+        _shared_advance(
+            threads_for(3 * N * Hv * Dk * Dv), None, mixed_NX.data_ptr(), mixed_NX.stride(0) * 4, ends,
             slots_B.data_ptr(), positions_B.data_ptr(), B, windows_SWC.data_ptr(), states_SHKV.data_ptr(),
             conv_WC.data_ptr(), len(conv_WC), decay_H.data_ptr(), bias_H.data_ptr(), norm_V.data_ptr(),
             out_NY.data_ptr(), Hk, Hv // Hk, Dk, Dv, Dk**-0.5, eps,

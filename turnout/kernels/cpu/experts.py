@@ -24,7 +24,9 @@ from torch import Tensor
 
 from turnout.kernels.cpu.jit import inline, kernel
 from turnout.kernels.cpu.panels import Panels, panels_at_once, readable, unpacks
-from turnout.kernels.cpu.threads import parallel, threads_for
+from turnout.kernels.cpu.phases import PHASE, begin, end
+from turnout.kernels.cpu.team import floats, integers, phased
+from turnout.kernels.cpu.threads import threads_for
 from turnout.kernels.cpu.tiles import BF16_PANEL, F32_PANEL, ROWS, groups, products
 from turnout.kernels.cpu.vectors import (
     LANES,
@@ -210,6 +212,30 @@ def _down(
                 b += count
 
 
+@phased(31, 3)
+def _experts(phases, threads, given):
+    """`_up`, then `_down`. w13, w2: see `matrices`."""
+    (
+        x, pitch, starts, token, weight, E, T,
+        w13, kind13, panel13, scales13, scale13, factors13, w2, kind2, panel2, scales2, scale2, factors2,
+        H, inner, up_blocks, down_blocks, columns, activation, b13, b2, space, room, a, out,
+    ) = integers(given, 31)  # fmt: skip
+    alpha, beta, limit = floats(given + 31 * 8, 3)
+    begin(phases)
+    _up(
+        phases, x, pitch, starts, token, E, w13, kind13, panel13, scales13, scale13, factors13, H, up_blocks,
+        activation, alpha, beta, limit, b13, space, room, a,
+    )  # fmt: skip
+    end(phases)
+    phases += PHASE
+    begin(phases)
+    _down(
+        phases, a, starts, token, weight, E, T, w2, kind2, panel2, scales2, scale2, factors2, inner,
+        down_blocks, columns, b2, space, room, False, out,
+    )  # fmt: skip
+    end(phases)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layer:
     """The experts of one layer. w13: gate rows first, then up rows (no up rows for relu2); biases float32."""
@@ -275,17 +301,12 @@ def run(layer: Layer, x_RH: Tensor, pairs: Pairs, rows: int) -> Tensor:
     threads = threads_for(pairs.count * 3 * inner * H)
     room = layer.scratch(pairs.count)
     space = torch.empty(threads, room)
-    parallel(
-        _up, threads, x_RH.data_ptr(), 4 * H, pairs.starts.data_ptr(), pairs.token.data_ptr(), E,
-        *matrices(layer.w13), H, inner // LANES,
-        ACTIVATIONS[layer.activation], layer.alpha, layer.beta, layer.limit, address(layer.b13),
-        space.data_ptr(), 4 * room, a_PI.data_ptr(),
-    )  # fmt: skip
-    blocks = layer.w2.outputs // LANES
-    parallel(
-        _down, threads, a_PI.data_ptr(), pairs.starts.data_ptr(), pairs.token.data_ptr(),
-        pairs.weight.data_ptr(), E, rows, *matrices(layer.w2), inner, blocks, layer.columns(threads),
-        address(layer.b2), space.data_ptr(), 4 * room, False, out_RH.data_ptr(),
+    _experts(
+        threads, layer, x_RH.data_ptr(), 4 * H, pairs.starts.data_ptr(), pairs.token.data_ptr(),
+        pairs.weight.data_ptr(), E, rows, *matrices(layer.w13), *matrices(layer.w2), H, inner, inner // LANES,
+        layer.w2.outputs // LANES, layer.columns(threads), ACTIVATIONS[layer.activation], address(layer.b13),
+        address(layer.b2), space.data_ptr(), 4 * room, a_PI.data_ptr(), out_RH.data_ptr(), layer.alpha,
+        layer.beta, layer.limit,
     )  # fmt: skip
     return out_RH
 

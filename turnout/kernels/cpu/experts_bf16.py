@@ -32,7 +32,7 @@ from turnout.kernels.cpu.bf16 import (
 )
 from turnout.kernels.cpu.experts import ACTIVATIONS, Layer, Pairs, activated, address
 from turnout.kernels.cpu.jit import inline, kernel
-from turnout.kernels.cpu.threads import parallel, threads_for
+from turnout.kernels.cpu.threads import parallel, threads_that_wait
 from turnout.kernels.cpu.vectors import (
     LANES,
     fetch,
@@ -212,7 +212,7 @@ def run(layer: Layer, x_RH: Tensor, pairs: Pairs, rows: int, units: str) -> Tens
     make = torch.empty if inner % STEP == 0 else torch.zeros
     a = make(max(int(tiles[-1]), 1) + 1, inner_steps, TILE_ROWS, STEP, dtype=torch.bfloat16)
     tiles -= tiles_E
-    threads = threads_for(pairs.count * 3 * inner * H / 8)
+    threads = threads_that_wait(pairs.count * 3 * inner * H / 8)
     group = max(GATHERED // (2 * steps * STEP) // BOTH, 1) * BOTH
     group = min(group, max(-(-int(counts_E.max()) // BOTH), 1) * BOTH)
     make = torch.empty if H % STEP == 0 else torch.zeros

@@ -94,18 +94,31 @@ class Locator:
 
 def kernel(signature: str) -> Callable[[Callable[..., Any]], Any]:
     """The decorated function, compiled for `signature`; it runs without Python's global lock."""
+    return _kept(lambda keep: numba.njit(signature, nogil=True, cache=keep, error_model="numpy"))
+
+
+def function_at_address(signature: str) -> Callable[[Callable[..., Any]], Any]:
+    """The decorated function, compiled for `signature`, as C would call it: by its `address`."""
+    return _kept(lambda keep: numba.cfunc(signature, nopython=True, cache=keep, error_model="numpy"))
+
+
+def _kept(compiler: Callable[[bool], Callable[..., Any]]) -> Callable[[Callable[..., Any]], Any]:
+    """A decorator that compiles, and keeps what came out where there is a place.
+
+    compiler: the decorator of numba's, given whether to keep it.
+    """
 
     def compiled(function: Callable[..., Any]) -> Any:
         if FOLDER is not None:
             before = numba.config.CACHE_LOCATOR_CLASSES
             numba.config.CACHE_LOCATOR_CLASSES = f"{Locator.__module__}.{Locator.__qualname__}"
             try:
-                return numba.njit(signature, nogil=True, cache=True, error_model="numpy")(function)
+                return compiler(True)(function)
             except OSError:  # the folder is full, or holds kernels of another CPU and cannot be written
                 pass
             finally:
                 numba.config.CACHE_LOCATOR_CLASSES = before
-        return numba.njit(signature, nogil=True, error_model="numpy")(function)
+        return compiler(False)(function)
 
     return compiled
 

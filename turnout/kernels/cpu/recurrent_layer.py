@@ -16,9 +16,9 @@ from torch import Tensor
 
 from turnout.kernels.cpu import delta_rule, experts
 from turnout.kernels.cpu.decoder_layer import Bound, dots_phase, in_one_call, norm_phase, residual
-from turnout.kernels.cpu.jit import kernel
 from turnout.kernels.cpu.phases import PHASE, begin, end
-from turnout.kernels.cpu.threads import in_phases, threads_for
+from turnout.kernels.cpu.team import floats, integers, phased
+from turnout.kernels.cpu.threads import threads_for
 
 _advance = delta_rule._advance
 
@@ -34,16 +34,17 @@ class Requests:
     states_SHKV: Tensor
 
 
-@kernel("void(" + "int64, " * 28 + "float32, float32, float32)")
-def _recurrent_half(
-    phases, threads, x, delta, sums, out, space, N, ends, slots, positions, B, windows, states,
-    gain, mixed_weight, conv, W, decay, bias, norm, out_weight, H, X, Hk, R, Dk, Dv,
-    eps, scale, norm_eps,
-):  # fmt: skip
+@phased(26, 3)
+def _recurrent_half(phases, threads, given):
     """sums [N, H] = x + delta (0: x is the sum); out [N, H] = what the layer makes of its norm, projected.
 
     space: of (H + X + Y) N float32. The rest: see `_norm` and `_advance`.
     """
+    (
+        x, delta, sums, out, space, N, ends, slots, positions, B, windows, states,
+        gain, mixed_weight, conv, W, decay, bias, norm, out_weight, H, X, Hk, R, Dk, Dv,
+    ) = integers(given, 26)  # fmt: skip
+    eps, scale, norm_eps = floats(given + 26 * 8, 3)
     mixed = space + N * H * 4
     y = mixed + N * X * 4
     norm_phase(phases, threads, x, delta, gain, sums, space, N, H, eps)
@@ -99,8 +100,8 @@ class RecurrentHalf(Bound):
         x_NH, delta_NH, sums_NH, out_NH = residual(x_NH, delta_NH)
         space = torch.empty(N * self._room)
         slots_B = requests.slots_B
-        in_phases(
-            _recurrent_half, threads_for(N * (self._dense + self._others)), self, x_NH.data_ptr(),
+        _recurrent_half(
+            threads_for(N * (self._dense + self._others)), self, x_NH.data_ptr(),
             experts.address(delta_NH), sums_NH.data_ptr(), out_NH.data_ptr(), space.data_ptr(), N,
             experts.address(requests.ends_B), slots_B.data_ptr(), requests.positions_B.data_ptr(),
             len(slots_B), requests.windows_SWC.data_ptr(), requests.states_SHKV.data_ptr(),

@@ -1,11 +1,13 @@
-"""Runs a kernel on as many threads as torch would use, each taking the next piece of work that is left.
+"""How many threads compute together in kernels, each taking the next piece of work that is left.
 
 Threads of Python's, for kernels hold no global lock: a pool of numba's or OpenMP's would be a second one
 next to torch's, and they get in each other's way. Whoever is slow, since another process took its core, takes
 fewer pieces, where pieces dealt out beforehand would make all wait for it.
 
-A call with one thread is a plain call; a second thread costs 20 to 50 us, so that callers say from where on
-it pays. A kernel of several phases (phases.py) is one call, and waits for no thread that has nothing to do.
+Kernels of phases (phases.py) have threads that stay with a step (team.py), and do not wait for any that has
+begun no piece. So they take every core, where torch's own threads wait for each other at each of its
+operations (engine/threads.py). `parallel` waits for all of its threads, which cost 20 to 50 us besides, and
+has as many as torch. A call with one thread is a plain call, so that callers say from where on more pay.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from typing import Any
 import torch
 
 _Counters = ctypes.c_int64 * 2
-_Phases = ctypes.c_int64 * 64  # of up to 8 phases
 WORTH_SHARING = 1e6  # multiplications, about 50 us
+_together = 0  # threads of kernels of phases; 0: as many as torch's
 
 
 @cache
@@ -28,8 +30,19 @@ def _pool(helpers: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(helpers, thread_name_prefix="turnout-kernels")
 
 
+def use_threads(count: int) -> None:
+    """Have `count` threads compute together in kernels of phases."""
+    global _together
+    _together = count
+
+
 def threads_for(multiplications: float) -> int:
-    """How many threads work of this size is worth."""
+    """How many threads work of this size is worth, in a kernel of phases."""
+    return (_together or torch.get_num_threads()) if multiplications > WORTH_SHARING else 1
+
+
+def threads_that_wait(multiplications: float) -> int:
+    """The same of `parallel`."""
     return torch.get_num_threads() if multiplications > WORTH_SHARING else 1
 
 
@@ -45,19 +58,3 @@ def parallel(kernel: Callable[..., Any], threads: int, *args: Any) -> None:
     kernel(address, *args)
     for helper in helpers:
         helper.result()
-
-
-def in_phases(kernel: Callable[..., Any], threads: int, owner: object, *args: Any) -> None:
-    """Call `kernel` on `threads` threads with the address of its phases (phases.py), how many threads there
-    are, and `args`. A thread that comes late finds nothing to do, so none is waited for; it keeps `owner`, of
-    what the kernel reads outside of its phases."""
-    phases = _Phases()
-    for _ in range(threads - 1):
-        _pool(threads - 1).submit(_help, kernel, owner, phases, threads, *args)
-    kernel(ctypes.addressof(phases), threads, *args)
-
-
-def _help(
-    kernel: Callable[..., Any], owner: object, phases: ctypes.Array[ctypes.c_int64], *args: Any
-) -> None:
-    kernel(ctypes.addressof(phases), *args)
