@@ -298,9 +298,8 @@ def attend(
             q_NHD, recent, ends_N, states_N, cache_EY, table_NP, counts_N, sinks_H, partial, lse,
             scale=scale * math.log2(math.e), table_stride=table_stride, seen=seen, first=first, page=page,
         )  # fmt: skip
-        if whole:
-            return out_NHD
-        _join(partial, lse, sinks_H, out_NHD, tiles, early)
+        if not whole:
+            _join(partial, lse, sinks_H, out_NHD, tiles, early)
         return out_NHD
     attend_compressed_span[(N, -(-H // tiles.heads), splits)](
         q_NHD, recent, ends_N, ends_N if states_N is None else states_N, cache_EY, table_NP, counts_N,
