@@ -1,5 +1,5 @@
 """How many CPU threads to compute with: the physical cores this process may really use, but for one, shared
-among the ranks of this host.
+among the ranks of this host. Kernels of our own take that one too.
 
 The one is for the server, its clients and whatever else runs. Threads wait at a barrier after every
 operation, so all wait for the one whose core another process took. Measured on 2 cores (demo model, tokens
