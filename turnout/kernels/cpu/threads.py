@@ -7,7 +7,8 @@ fewer pieces, where pieces dealt out beforehand would make all wait for it.
 Kernels of phases (phases.py) have threads that stay with a step (team.py), and do not wait for any that has
 begun no piece. So they take every core, where torch's own threads wait for each other at each of its
 operations (engine/threads.py). `parallel` waits for all of its threads, each of which costs 20 to 50 us
-more, and has as many as torch. A call with one thread is a plain call, so that callers say from where on more pay.
+more, and has as many as torch. A call with one thread is a plain call, so that callers say from where on
+more pay.
 """
 
 from __future__ import annotations
