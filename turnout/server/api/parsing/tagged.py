@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Sequence
 
 from turnout.server.api.parsing.calls import Schemas, read_call
 from turnout.server.api.parsing.family import CallFormat, ReasoningMarks
@@ -55,6 +56,9 @@ class TaggedParser:
         opens = reasoning is not None and opening.rfind(reasoning.open) > opening.rfind(reasoning.close)
         self._marks = {state: self._marks_in(state) for state in State}
         self._patterns = {state: either(marks) for state, marks in self._marks.items()}
+        # What marks begin with, where most text has nothing to do with them.
+        self._begins_in_text = _beginning(self._marks[State.TEXT])
+        self._begins_in_reasoning = _beginning(self._marks[State.REASONING])
         self._state = State.REASONING if opens else State.TEXT
         closed = reasoning is not None and opening.rstrip().endswith(reasoning.close)
         self._strip_lines = opens or closed
@@ -65,6 +69,9 @@ class TaggedParser:
 
     def push(self, text: str) -> list[Part]:
         parts: list[Part] = []
+        if not self._held and self._has_no_mark(text):  # as most of it
+            self._take(text, parts)
+            return parts
         text, at = self._held + text, 0
         while (found := self._next_mark(text, at)) is not None:
             self._take(text[at : found.start()], parts)
@@ -125,6 +132,16 @@ class TaggedParser:
             if not (opens_reasoning and (self._begun or text[at : found.start()].strip())):
                 return found
         return None
+
+    def _has_no_mark(self, text: str) -> bool:
+        """Whether it surely holds no mark, nor the beginning of one."""
+        if self._state is State.TEXT:
+            beginning = self._begins_in_text
+        elif self._state is State.REASONING:
+            beginning = self._begins_in_reasoning
+        else:
+            return False
+        return beginning is None or beginning.search(text) is None
 
     def _undecided(self, text: str, at: int) -> int:
         """Characters at the end of `text` that may be the beginning of a mark, or half an escape."""
@@ -238,6 +255,11 @@ class TaggedParser:
             self._begun = self._begun or not isinstance(part, Reasoning)
             self._last = part
             parts.append(part)
+
+
+def _beginning(marks: Sequence[str]) -> re.Pattern[str] | None:
+    """Matches the first character of any of `marks`."""
+    return either(sorted({mark[0] for mark in marks}))
 
 
 def _in_json(end: str) -> re.Pattern[str]:
