@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.headline import headline
 from tools.performance import tables
 from tools.pictures import pictures
 from turnout.moe.capabilities.declared import DISPATCHERS, RUNNERS
@@ -107,6 +108,31 @@ def test_the_newest_run_of_a_load_counts_and_runs_that_compare_settings_do_not(g
         link = f"[2026-01-03]({up}/benchmarks/results/serve-m-nvidia-h200-2026-01-03.json)"
         rows = [line for line in page.read_text().splitlines() if line.startswith("| m fp8")]
         assert rows == [f"| m fp8 | 1 | 1,024 / 128 | 8 | 50 | 5 | 7 | 1.00 | {link} |"]
+
+
+def test_an_exchange_without_gathering_has_a_table_of_its_own(generator, tmp_path):
+    """What compares shows the newest run that has both; a newer one without `none` compares with nothing."""
+    results = tmp_path / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    row = {"dispatcher": "nvlink", "devices": 4, "hidden": 64, "topk": 2, "experts": 8, "routing": "uniform"}
+    row |= {"combine_format": "bf16", "wire_bytes": 100, "dispatch_us": 4.0, "combine_us": 3.0}
+    row |= {"raw_dispatch_us": 8.0, "raw_combine_us": 4.0, "graph_us": 5.0}
+    none = row | {"dispatcher": "none", "format": "bf16", "graph_us": 20.0, "raw_graph_us": 15.0}
+    head = {"device": "NVIDIA H200", "devices": 4, "driver": "", "versions": {}, "commit": "abc"}
+    for date, rows in (
+        ("2026-01-01", [row | {"format": "bf16"}, none]),
+        ("2026-01-02", [row | {"format": format, "graph_us": 6.0} for format in ("bf16", "fp8")]),
+    ):
+        rows = [row | {"tokens": tokens} for row in rows for tokens in (1, 128, 4096)]
+        content = head | {"date": date, "rows": rows}
+        (results / f"a2a-nvlink-nvidia-h200-x4-{date}.json").write_text(json.dumps(content))
+    found = tables(results, tmp_path)
+    both, alone = (found[f"a2a-nvlink-x4-{name}h200"] for name in ("", "alone-"))
+    assert "2026-01-01" in both
+    assert "| uniform | bf16 | bf16 | 1 | 5.0 | 20.0 | 15.0 | 3.00 | 0.00 | 0 |" in both
+    assert "2026-01-02" in alone
+    assert "| nvlink | fp8 | 128 | 4 (0.50) | 3 (0.75) | 6 |" in alone
+    assert "| 5.0 us | 20.0 us (NCCL) | 4.00 |" in headline(results)
 
 
 def test_every_result_stands_on_one_page_and_every_page_asks_for_one_that_exists(generator):

@@ -68,3 +68,25 @@ def attention(content: dict[str, Any]) -> str:
         lines.append([shape, load, f"{context:,}", str(page_size), *times, f"{rate:.2f}" if rate else ""])
     columns = ["heads x size", "requests", "context", "page", "Triton, us", "flash-attn-4, us", "SDPA, us"]
     return table([*columns, "Triton, TB/s of KV"], lines)
+
+
+def decode_blocks(content: dict[str, Any]) -> str:
+    """us of one layer's decoding, by how many tokens a program attends to at a time."""
+    found: dict[tuple[Any, ...], dict[int, float]] = {}
+    for row in content["rows"]:
+        if "decode_block" in row:
+            load = (row["shape"], row["requests"], row["context"], row["page_size"])
+            found.setdefault(load, {})[row["decode_block"]] = row["us"]
+    blocks = sorted({block for of_load in found.values() for block in of_load})
+    lines = [
+        [
+            shape,
+            str(requests),
+            f"{context:,}",
+            str(page_size),
+            *(f"{us[block]:.1f}" if block in us else "" for block in blocks),
+        ]
+        for (shape, requests, context, page_size), us in found.items()
+    ]
+    columns = ["heads x size", "requests", "context", "page"]
+    return table([*columns, *(f"{block} tokens, us" for block in blocks)], lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,17 @@ from tools.tables import table
 Load = tuple[str, int, int, int]  # format, tokens in, tokens out, clients
 
 
-def newest(folder: Path, pattern: str) -> dict[str, Any]:
-    """The last result of that name; {} if there is none."""
-    files = sorted(folder.glob(pattern))
-    return json.loads(files[-1].read_text()) if files else {}
+def newest(
+    folder: Path, pattern: str, takes: Callable[[dict[str, Any]], bool] = lambda content: True
+) -> dict[str, Any]:
+    """The last result of that name that `takes` takes; {} if there is none."""
+    contents = (json.loads(file.read_text()) for file in sorted(folder.glob(pattern), reverse=True))
+    return next(filter(takes, contents), {})
+
+
+def gathered(content: dict[str, Any]) -> bool:
+    """Whether an exchange was measured next to gathering (`none`), in one run."""
+    return any(row["dispatcher"] == "none" for row in content["rows"])
 
 
 def newest_of_cpus(folder: Path, benchmark: str) -> list[Path]:
@@ -112,7 +120,7 @@ def headline(folder: Path) -> str:
             what = f"the MoE layer in {format}, {len(ratios)} sizes of six models"
             ratio = statistics.geometric_mean(ratios.values())
             lines.append(["1 x H200", what, "", "fastest public kernel of each size", f"{ratio:.2f}"])
-    if exchange := newest(folder, "a2a-nvlink-nvidia-h200-x4*.json"):
+    if exchange := newest(folder, "a2a-nvlink-nvidia-h200-x4*.json", gathered):
         rows = {(r["dispatcher"], r["format"], r["tokens"]): r["graph_us"] for r in exchange["rows"]}
         hidden = exchange["rows"][0]["hidden"]
         for tokens in (1, 128, 4096):

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tools.engine_tables import attention, serving_on_gpu, two_batches
-from tools.headline import layer_ratios, machine_of, newest, newest_of_cpus, next_to_vllm
+from tools.engine_tables import attention, decode_blocks, serving_on_gpu, two_batches
+from tools.headline import gathered, layer_ratios, machine_of, newest, newest_of_cpus, next_to_vllm
 from tools.tables import table
 
 HOPPER = ("hopper", "triton")  # the runner, and its name in older results
@@ -32,25 +32,29 @@ SHORT: dict[str, Callable[[dict[str, Any]], bool]] = {
 def tables(folder: Path, tuning: Path) -> dict[str, str]:
     """Marker name -> Markdown, for every result that is there, and for the tilings that are shipped."""
     found = {}
-    for name, benchmark, device, render in (
+    for name, benchmark, device, render, *takes in (
         ("moe-h200", "moe", "nvidia-h200", layer_on_gpu),
         ("moe-flashinfer-h200", "moe-flashinfer", "nvidia-h200", next_to_hopper),
         ("a2a-h200", "a2a", "nvidia-h200", exchange),
         ("a2a-libraries-h200", "a2a-libraries", "nvidia-h200", exchange),
         ("a2a-nvlink-x2-h200", "a2a-nvlink", "nvidia-h200-x2", next_to_gathering),
-        ("a2a-nvlink-x4-h200", "a2a-nvlink", "nvidia-h200-x4", next_to_gathering),
+        ("a2a-nvlink-x4-h200", "a2a-nvlink", "nvidia-h200-x4", next_to_gathering, gathered),
+        ("a2a-nvlink-x4-alone-h200", "a2a-nvlink", "nvidia-h200-x4", exchange, alone),
         ("row-gemm-h200", "row-gemm", "nvidia-h200", row_products),
         ("attention-h200", "attention", "nvidia-h200", attention),
+        ("attention-decode-blocks-h200", "attention-decode-blocks", "nvidia-h200", decode_blocks),
         ("two-batches-h200", "two-batches", "nvidia-h200", two_batches),
         ("overlap-h200", "overlap", "nvidia-h200", shared_expert),
     ):
         files = sorted(folder.glob(f"{benchmark}-{device}*.json"))
-        if files:
-            content = json.loads(files[-1].read_text())
-            found[name] = f"{provenance(content, files[-1])}\n\n{render(content)}"
+        measured = [(json.loads(file.read_text()), file) for file in files]
+        measured = [(content, file) for content, file in measured if all(take(content) for take in takes)]
+        if measured:
+            content, file = measured[-1]
+            found[name] = f"{provenance(content, file)}\n\n{render(content)}"
             if name in SHORT:
                 shown = content | {"rows": [row for row in content["rows"] if SHORT[name](row)]}
-                found[f"{name}-short"] = f"{provenance(content, files[-1])}\n\n{render(shown)}"
+                found[f"{name}-short"] = f"{provenance(content, file)}\n\n{render(shown)}"
     for name, benchmark, columns, lines_of in (
         ("moe-cpu", "moe", LAYER_ON_CPU, layer_on_cpu),
         ("serve-cpu", "serve", SERVING, serving),
@@ -278,11 +282,19 @@ def next_to_gathering(content: dict[str, Any]) -> str:
     return f"{head}\n\n" + table([*columns, "MB sent", "GB/s"], lines)
 
 
+def alone(content: dict[str, Any]) -> bool:
+    """Whether an exchange was measured without gathering."""
+    return not gathered(content)
+
+
 def exchange(content: dict[str, Any]) -> str:
     """Dispatch and combine in us, how many times the bare collectives they take, and a graph of both."""
+    formats = dict.fromkeys(row["format"] for row in content["rows"])
+    several = len(formats) > 1
     lines = [
         [
             row["dispatcher"],
+            *([row["format"]] if several else []),
             str(row["tokens"]),
             *(
                 f"{row[f'{part}_us']:.0f} ({row[f'{part}_us'] / row[f'raw_{part}_us']:.2f})"
@@ -294,14 +306,10 @@ def exchange(content: dict[str, Any]) -> str:
         if "error_message" not in row
     ]
     first = content["rows"][0]
-    head = (
-        f"{first['devices']} ranks, hidden {first['hidden']}, top-{first['topk']} of {first['experts']}, "
-        f"{first['format']}.\n\n"
-    )
-    return head + table(
-        ["dispatcher", "tokens of a rank", "dispatch, us (x bare)", "combine, us (x bare)", "as a graph"],
-        lines,
-    )
+    head = f"{first['devices']} ranks, hidden {first['hidden']}, top-{first['topk']} of {first['experts']}"
+    columns = ["dispatcher", *["format"][: int(several)], "tokens of a rank"]
+    columns += ["dispatch, us (x bare)", "combine, us (x bare)", "as a graph"]
+    return f"{head}{'' if several else ', ' + first['format']}.\n\n" + table(columns, lines)
 
 
 def shared_expert(content: dict[str, Any]) -> str:
