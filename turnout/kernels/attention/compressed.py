@@ -33,7 +33,7 @@ MANY = 8  # rows that decode; see `tiles_for`
 
 def tiles_for(rows: int, *, decoding: bool) -> Tiles:
     """Where both are possible. 8 rows that decode took SPECIALISED 0.8 to 0.9 of PLAIN's time, 128 rows and
-    prompts 0.2, and one row up to 1.1 (benchmarks/results/compressed-layers-nvidia-h200-2026-11-26.json)."""
+    prompts 0.2, and one row 1.0 (benchmarks/results/compressed-layers-nvidia-h200-2026-11-27.json)."""
     return PLAIN if decoding and rows < MANY else SPECIALISED
 
 

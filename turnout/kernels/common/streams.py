@@ -42,9 +42,9 @@ class Cut(NamedTuple):
 
 
 def cut_of(tokens: int, hidden: int) -> Cut:
-    """Of so many tokens. In benchmarks/results/compressed-layers-nvidia-h200-2026-11-26.json, four streams of
-    4,096 columns, 32 tokens took 26 to 27 us so, and 41 with one step and one block; 128 tokens 44 to 49 us,
-    57 to 61 with one step, and the same with two blocks."""
+    """Of so many tokens. In benchmarks/results/compressed-layers-nvidia-h200-2026-11-27.json, four streams of
+    4,096 columns, 32 tokens took 27 us so, and 39 to 40 with one step and one block; 128 tokens 44 to 49 us,
+    57 to 60 with one step, and the same with two blocks."""
     whole = triton.cdiv(hidden, MIXED)
     blocks = whole if tokens > MANY else min(2, whole) if tokens in TWICE else 1
     return Cut(STEPS if tokens >= SOME else 1, blocks)
