@@ -15,12 +15,6 @@ reaches them, what attention sees of the cache, and states of requests, which ar
 --prefill tokens are timed from their arrival to the first token of the last. Other flags of the engine are
 read from the environment. `copy_share` is the time that the same bytes take at this GPU's own copy rate,
 `copied_bytes_per_s`, over a replay's.
-
-    python -m tools.decode_steps /dev/shm/qwen3-30b --fewer-launches --requests 1 16 64 128 --eager --prefill
-
-With --fewer-launches the same steps are also captured and measured with kernels that do what several launches
-do (turnout/kernels/common/fewer_launches.py), by WAYS, without them once more before and after those.
-`agreeing_tokens`: of an answer, on average, from its first token on, the same as without them before.
 """
 
 from __future__ import annotations
@@ -53,26 +47,12 @@ from turnout.engine.ranks.step_sync import SyncedStep
 from turnout.engine.scheduler.scheduler import Chunk
 from turnout.engine.step.cuda_graphs import Computed, graph_for
 from turnout.errors import UserError
-from turnout.kernels.common import fewer_launches
 from turnout.parallel.hardware import cpu_name
 
 PROMPT, LENGTH = 64, 128  # tokens of a prompt that is computed, and of an answer
 STEPS, PROFILED = 40, 4
 REPLAYS, GROUPS = 10, 9  # of a graph, between two events, and how many times
 KERNELS = 16  # listed per row, those that take most
-NONE = {"ATTENTION_ROWS": 0, "ROUTING_ROWS": 0, "COUNTED_TOKENS": 0}
-WAYS: dict[str, dict[str, int]] = {  # of fewer launches: what differs from NONE
-    "none": {},
-    "attention": {"ATTENTION_ROWS": fewer_launches.MOST_ROWS},
-    "routing": {"ROUTING_ROWS": 1},
-    "counting": {"COUNTED_TOKENS": 256},
-    "all": {
-        "ATTENTION_ROWS": fewer_launches.MOST_ROWS,
-        "ROUTING_ROWS": 1,
-        "COUNTED_TOKENS": 256,
-    },
-    "none again": {},
-}
 # Of a step, by what kernels are called: the first that is found.
 PARTS = {
     "indexer": r"score_tile|choose_places",
@@ -134,8 +114,6 @@ class Bench:
             )
             _show(found[-1])
         core._forward.graphs = graphs
-        if options.fewer_launches:
-            found += self._by_ways(core)
         for tokens, requests in options.prefill:
             found.append(
                 {"model": self.loaded["model"], "prompt_tokens": tokens, "requests": requests}
@@ -145,41 +123,14 @@ class Bench:
         self._llm.close()
         return found
 
-    def _by_ways(self, core: EngineCore) -> list[dict[str, Any]]:
-        """Rows of decode graphs that are captured again for each of WAYS. Raises UserError without graphs."""
-        if core._forward.graphs is None:
-            raise UserError("--fewer-launches compares decode graphs, and this engine has none")
-        found: list[dict[str, Any]] = []
-        answers: dict[int, list[list[int]]] = {}
-        for way, rows in WAYS.items():
-            with patch.multiple(fewer_launches, **NONE | rows):
-                core._forward.capture(sorted(set(self._options.requests)))
-            for requests in self._options.requests:
-                found.append(
-                    {"model": self.loaded["model"], "decode": "graphs", "fewer_launches": way}
-                    | {"requests": requests, "context": self._options.context}
-                    | self._steps(core, requests)
-                )
-                if self._options.context <= PROMPT:
-                    now = self._answers(requests)
-                    before = answers.setdefault(requests, now)
-                    found[-1]["agreeing_tokens"] = agreeing_tokens(now, before)
-                _show(found[-1])
-        return found
-
     def _throughput(self, requests: int) -> dict[str, float]:
         """Of whole answers, prompts included, if these are computed."""
         if self._options.context > PROMPT:
             return {}
-        start = time.perf_counter()
-        self._answers(requests)
-        return {"tokens_per_s": requests * LENGTH / (time.perf_counter() - start)}
-
-    def _answers(self, requests: int) -> list[list[int]]:
-        """The tokens of each."""
         sampling = SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=0)
-        done = self._llm.generate(_prompts(requests, PROMPT), sampling, progress=False)
-        return [output.token_ids for output in done]
+        start = time.perf_counter()
+        self._llm.generate(_prompts(requests, PROMPT), sampling, progress=False)
+        return {"tokens_per_s": requests * LENGTH / (time.perf_counter() - start)}
 
     def _steps(self, core: EngineCore, requests: int) -> dict[str, Any]:
         context = self._options.context
@@ -248,12 +199,6 @@ class Bench:
             core.step()
             steps += 1
         return steps
-
-
-def agreeing_tokens(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> float:
-    """How many tokens of an answer agree from the first on, on average."""
-    pairs = [list(zip(a, b, strict=True)) for a, b in zip(some, others, strict=True)]
-    return sum(next((i for i, (a, b) in enumerate(p) if a != b), len(p)) for p in pairs) / len(pairs)
 
 
 def context_bytes(spec: AttentionSpec, tokens: int, itemsize: int) -> float:
@@ -398,7 +343,6 @@ def main() -> None:
         default=[(2048, 1), (2048, 16), (128, 64)],
         metavar="TOKENSxREQUESTS",
     )
-    parser.add_argument("--fewer-launches", action="store_true", help="measure what WAYS do as well")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     log_start()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import triton.language as tl
@@ -32,21 +30,6 @@ def prepare() -> None:
     interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
     _compute_no_overflow()
     _make_types_once()
-
-
-@contextmanager
-def last_first() -> Iterator[None]:
-    """Programs of a grid in the reverse of their order, to show that none relies on it."""
-    builder, plain = interpreter.interpreter_builder, type(interpreter.interpreter_builder).set_grid_idx
-
-    def turned(*place: int) -> None:
-        plain(builder, *(size - 1 - at for size, at in zip(builder.grid_dim, place, strict=True)))
-
-    builder.set_grid_idx = turned
-    try:
-        yield
-    finally:
-        del builder.set_grid_idx
 
 
 def _compute_no_overflow() -> None:

@@ -83,7 +83,6 @@ def test_a_changed_kernel_is_seen(recorded, monkeypatch: pytest.MonkeyPatch, cap
 
 
 SPILLS = {  # bytes
-    "attention.decode_whole.rotate_store_attend": 72,
     "attention.latent_specialised.attend_latent_span_specialised": 16,
 }
 

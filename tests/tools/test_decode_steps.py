@@ -50,46 +50,9 @@ def test_each_load_has_a_row(tiny_folder: Path, tmp_path: Path, monkeypatch: pyt
     assert rows[2]["tokens_per_s"] > 0
 
 
-def test_answers_are_compared_from_their_first_tokens_on():
-    assert decode_steps.agreeing_tokens([[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 7, 6]]) == 2
-    assert decode_steps.agreeing_tokens([[1]], [[2]]) == 0
-
-
-def test_fewer_launches_are_measured_in_graphs_alone(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """A CPU has none."""
-    flags = ["--device", "cpu", "--requests", "1", "--eager", "--prefill", "--fewer-launches"]
-    monkeypatch.setattr(sys, "argv", ["decode_steps", str(tiny_folder), *flags])
-    monkeypatch.setenv("TURNOUT_CONTEXT_LENGTH", "256")
-    with pytest.raises(UserError, match="decode graphs"):
-        decode_steps.main()
-
-
-def test_each_way_of_fewer_launches_has_rows(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """Captured with what it chooses and compared with answers before; here each runs without graphs."""
-    options = Namespace(device="cpu", requests=[2, 1], eager=[], prefill=[], context=64, fewer_launches=True)
-    monkeypatch.setenv("TURNOUT_CONTEXT_LENGTH", "256")
-    bench = decode_steps.Bench(str(tiny_folder), options)
-    core, captured = bench._llm._open(), []
-    fewer = decode_steps.fewer_launches
-
-    def capture(sizes: list[int]) -> None:
-        captured.append((sizes, fewer.ATTENTION_ROWS, fewer.ROUTING_ROWS, fewer.COUNTED_TOKENS))
-
-    monkeypatch.setattr(core._forward, "capture", capture)
-    monkeypatch.setattr(core._forward, "graphs", Namespace(sizes=[], capture_one_more=lambda: False))
-    rows = bench._by_ways(core)
-    chosen = [(0, 0, 0), (256, 0, 0), (0, 1, 0), (0, 0, 256), (256, 1, 256), (0, 0, 0)]
-    assert captured == [([1, 2], *each) for each in chosen]
-    assert [(row["fewer_launches"], row["requests"]) for row in rows] == [
-        (way, requests) for way in decode_steps.WAYS for requests in (2, 1)
-    ]
-    assert all(row["agreeing_tokens"] == decode_steps.LENGTH and row["step_ms"] > 0 for row in rows)
-    bench._llm.close()
-
-
 def test_contexts_that_are_not_computed(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch):
     """Decode steps compute every layer over caches full of noise, and prompts before them none."""
-    options = Namespace(device="cpu", requests=[2], eager=[], prefill=[], context=200, fewer_launches=False)
+    options = Namespace(device="cpu", requests=[2], eager=[], prefill=[], context=200)
     monkeypatch.setenv("TURNOUT_CONTEXT_LENGTH", "512")
     bench = decode_steps.Bench(str(tiny_folder), options)
     core = bench._llm._open()

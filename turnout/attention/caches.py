@@ -88,12 +88,6 @@ class _ByLayer(Attention):
     ) -> Tensor:
         return self._attentions[self._numbers[layer]].attend(layer, q_NHD, sinks_H, out_NHD)
 
-    def whole(
-        self, layer: int, heads: Tensor, norm: tuple[Tensor | None, float], rotary: tuple[Tensor, Tensor],
-        sinks_H: Tensor | None = None,
-    ) -> Tensor | None:  # fmt: skip
-        return self._attentions[self._numbers[layer]].whole(layer, heads, norm, rotary, sinks_H)
-
     def compiled(self, layer: int) -> tuple[Chunks, Cache] | None:
         return self._attentions[self._numbers[layer]].compiled(layer)
 

@@ -50,18 +50,6 @@ class Attention(Protocol):
         Raises ValueError if `place` gives None."""
         raise ValueError("keys and values were not stored: place() gives None")
 
-    def whole(
-        self, layer: int, heads: Tensor, norm: tuple[Tensor | None, float], rotary: tuple[Tensor, Tensor],
-        sinks_H: Tensor | None = None,
-    ) -> Tensor | None:  # fmt: skip
-        """What `attend` gives, [N, Hq, D], with the norms, the rotation and the store before it in the same
-        launch; None: not here.
-
-        heads: queries, keys and values [N, X], or parts [P, N, X], whose sum is meant. norm: weight
-        [Hq + Hkv, D] of heads, or None, and its epsilon. rotary: cos and sin, [N, D].
-        """
-        return None
-
     def compiled(self, layer: int) -> tuple[Chunks, Cache] | None:
         """What a kernel for CPUs needs that stores keys and values and attends itself, with all else that
         attention is (kernels/cpu/decoder_layer.py). None: call."""

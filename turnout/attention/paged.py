@@ -22,7 +22,6 @@ from turnout.attention.capability import Chosen, Place
 from turnout.attention.choose import choose
 from turnout.attention.interface import Attention, Chunk, PagedSequence
 from turnout.attention.kinds import CacheGroup, keeps_states
-from turnout.kernels.common.fewer_launches import MOST_ROWS
 from turnout.parallel.hardware import multiprocessors
 from turnout.registry import ATTENTION_BACKENDS, load
 from turnout.vocabulary import ComputeDtype, Device
@@ -69,8 +68,6 @@ class PagedAttention:
         slots = self.spare_slot + page_size
         size = (len(group.layers), *self._layer_size(slots))
         self._cache = _zeros(size, dtype, device)
-        # How many programs of a row's KV head are done, of kernels whose last program leaves 0 again.
-        self.done_X = torch.zeros(MOST_ROWS * spec.num_kv_heads, dtype=torch.int32, device=device)
         self.host_table = torch.zeros(max_running, self._pages_per_row, dtype=torch.int64)
         # The same on the device, where graphs read it: row r has the first `_copied[r]` pages. The last row
         # is padding's, and owns the spare page.
@@ -149,18 +146,11 @@ class PagedAttention:
         raise NotImplementedError
 
     def rows(
-        self,
-        slots_N: Tensor,
-        table_NP: Tensor,
-        ends_N: Tensor,
-        states_N: Tensor | None = None,
-        *,
-        apart: bool = False,
+        self, slots_N: Tensor, table_NP: Tensor, ends_N: Tensor, states_N: Tensor | None = None
     ) -> Attention:
         """The attention of one token per row, for CUDA graphs and --deterministic on CUDA: everything is
         int64 and read on the device. table: the pages of contexts; ends: their tokens, 0 in rows of padding,
-        which attend to nothing. states: slots of what is kept of requests next to pages. apart: no two rows
-        are of the same sequence."""
+        which attend to nothing. states: slots of what is kept of requests next to pages."""
         raise NotImplementedError
 
     def _place(self, request: PagedSequence) -> None:

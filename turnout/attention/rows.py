@@ -12,7 +12,6 @@ from torch import Tensor
 
 from turnout.attention.interface import Attention
 from turnout.attention.paged import PagedAttention
-from turnout.kernels.common import fewer_launches
 
 
 class StoredAttention(Attention):
@@ -45,13 +44,9 @@ def spans(paged: PagedAttention, rows: int) -> int:
 class RowAttention(StoredAttention):
     """Of one token per row, whose rows and lengths are read on the device."""
 
-    def __init__(
-        self, paged: PagedAttention, slots_N: Tensor, table_NP: Tensor, ends_N: Tensor, apart: bool = False
-    ):
-        """slots, table, ends: int64; an end of 0 makes a row padding, which attends to nothing. apart: as of
-        `PagedAttention.rows`."""
+    def __init__(self, paged: PagedAttention, slots_N: Tensor, table_NP: Tensor, ends_N: Tensor):
+        """slots, table, ends: int64; an end of 0 makes a row padding, which attends to nothing."""
         super().__init__(paged, slots_N)
-        self._apart = apart and not paged.fixed_spans
         self._table_NP, self._ends_N = table_NP, ends_N
         self._splits = spans(paged, len(slots_N))
 
@@ -71,30 +66,4 @@ class RowAttention(StoredAttention):
             window=self._paged.spec.window,
             sinks_H=sinks_H,
             out_BHD=out_NHD,
-        )
-
-    def whole(
-        self, layer: int, heads: Tensor, norm: tuple[Tensor | None, float], rotary: tuple[Tensor, Tensor],
-        sinks_H: Tensor | None = None,
-    ) -> Tensor | None:  # fmt: skip
-        if not self._apart or not 0 < len(self._slots_N) <= fewer_launches.ATTENTION_ROWS:
-            return None
-        from turnout.kernels.attention.decode_whole import attend_whole
-
-        spec = self._paged.spec
-        return attend_whole(
-            heads,
-            *rotary,
-            *norm,
-            self._slots_N,
-            self._paged.layer_cache(layer),
-            self._table_NP,
-            self._ends_N,
-            self._paged.done_X,
-            num_q=spec.num_heads,
-            page_size=self._paged.page_size,
-            splits=self._splits,
-            scale=spec.scale,
-            window=spec.window,
-            sinks_H=sinks_H,
         )

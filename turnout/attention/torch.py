@@ -59,15 +59,9 @@ class TorchAttention(PagedAttention):
         return _LaidOut(self, self._layout(decoding, chunks))
 
     def rows(
-        self,
-        slots_N: Tensor,
-        table_NP: Tensor,
-        ends_N: Tensor,
-        states_N: Tensor | None = None,
-        *,
-        apart: bool = False,
+        self, slots_N: Tensor, table_NP: Tensor, ends_N: Tensor, states_N: Tensor | None = None
     ) -> Attention:
-        return RowAttention(self, slots_N, table_NP, ends_N, apart)
+        return RowAttention(self, slots_N, table_NP, ends_N)
 
     def _layout(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> StepLayout:
         """Where the tokens of a step are stored, and what they see."""

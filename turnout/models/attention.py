@@ -191,8 +191,7 @@ class Attention(Mixer):
         attention: interface.Attention,
         heads: Tensor | None,
     ) -> Tensor:
-        """Norm, rotation and, where the cache is there to be written, the store in one launch, in which few
-        rows may also attend."""
+        """Norm, rotation and, where the cache is there to be written, the store in one launch."""
         norm, num_k = self._qk_norm, self._num_qk - self._num_q
         each = norm if isinstance(norm, Norm) else None
         weight_GD, eps = (None, 0.0) if each is None else (each.weight, each.eps)
@@ -202,9 +201,6 @@ class Attention(Mixer):
         if place is not None and norm is each:
             if heads is None:
                 heads = product(self._linear, x_NH, self._qkv, self._qkv_bias)
-            done = attention.whole(self._layer, heads, (weight_GD, eps), (cos_ND, sin_ND), self._sinks)
-            if done is not None:
-                return done
             q_NHD, _ = rows.rotate(heads, *given, store=place)
             return attention.attend(self._layer, q_NHD, self._sinks)
         heads_NX = self._linear(x_NH, self._qkv, self._qkv_bias)

@@ -19,8 +19,7 @@ class MoEBlock(MoELayer, MLP):
     """A `MoELayer` that a decoder layer calls on what precedes its norm.
 
     On CPUs a compiled kernel may compute norm, router and experts in one call (`MoELayer.of_sum`). On CUDA
-    one launch may give the norm and parts of its product by the router's weight (`Norm.product`), or the
-    experts that these choose (`MoELayer.choose_of_norm`).
+    one launch may give the norm and parts of its product by the router's weight (`Norm.product`).
     """
 
     def of_norm(
@@ -39,10 +38,6 @@ class MoEBlock(MoELayer, MLP):
             if done is not None:
                 return done
         elif self.adds_parts_by is not None:
-            chosen = self.choose_of_norm(x_NH, delta, norm.weight, norm.eps, real_N)
-            if chosen is not None:
-                x_NH, normed_NH, choice = chosen
-                return x_NH, self(normed_NH, phase, tokens, real_N, choice)
             found = norm.product(x_NH, delta, linear, self.adds_parts_by)
             if found is not None:
                 x_NH, normed_NH, logits = found

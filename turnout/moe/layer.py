@@ -32,7 +32,7 @@ from turnout.moe.interface import (
     prepare_anew,
 )
 from turnout.moe.plan import MoEPlan
-from turnout.moe.routing import Choice, Router
+from turnout.moe.routing import Router
 from turnout.moe.runner_by_batch_size import make_runner
 from turnout.moe.spec import MoESpec
 from turnout.parallel.groups import SINGLE_RANK, Groups
@@ -97,19 +97,19 @@ class MoELayer:
         phase: Phase = Phase.PREFILL,
         tokens: Sequence[int] | None = None,
         real_T: Tensor | None = None,
-        logits: Tensor | Choice | None = None,
+        logits_PTE: Tensor | None = None,
         token_ids_T: Tensor | None = None,
     ) -> Tensor:
         """x: [T, H] in the plan's compute dtype. tokens: how many each data-parallel rank brings; needed
         where there are several. real: bool [T], which rows are tokens, the others being padding; None: all.
-        logits: float32 parts [P, T, E] of x's product by `adds_parts_by`, where they are known, or what was
-        chosen by them; for one row the result may then be parts [P, T, H], for a norm that adds them up.
-        token_ids: int64 [T], where experts are chosen by them.
+        logits: float32 parts of x's product by `adds_parts_by`, where they are known; for one row the result
+        may then be parts [P, T, H], for a norm that adds them up. token_ids: int64 [T], where experts are
+        chosen by them.
         """
-        row_expert = self._row_expert if len(x_TH) == 1 and logits is not None else None
+        row_expert = self._row_expert if len(x_TH) == 1 and logits_PTE is not None else None
         shared = self._start_shared(x_TH) if row_expert is None else None
         whole_TH = x_TH
-        x_TH, ids_TK, weights_TK = self._route(x_TH, real_T, logits, token_ids_T)
+        x_TH, ids_TK, weights_TK = self._route(x_TH, real_T, logits_PTE, token_ids_T)
         # Its weights are on their way while one program chooses.
         add = None if row_expert is None else row_expert.begin_row(whole_TH)
         dispatcher, experts = self._dispatchers[phase], self._runner
@@ -194,20 +194,11 @@ class MoELayer:
         whole = self._router_bias is not None or self._linear is rowwise.linear
         return self._router_weight if self._router.adds_parts and not whole else None
 
-    def choose_of_norm(
-        self, x_TH: Tensor, delta: Tensor | None, gain_H: Tensor, eps: float, real_T: Tensor | None
-    ) -> tuple[Tensor, Tensor, Choice] | None:
-        """(x + delta, its norm, what a call takes as logits), in one launch; see `Router.of_norm`."""
-        weight_EH = self.adds_parts_by
-        if weight_EH is None:
-            return None
-        return self._router.of_norm(x_TH, delta, gain_H, eps, weight_EH, real_T, self.expert_counts)
-
     def _route(
         self,
         x_TH: Tensor,
         real_T: Tensor | None,
-        logits: Tensor | Choice | None,
+        logits: Tensor | None,
         token_ids_T: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What experts read [T, H], int32 [T, k] expert ids, -1 for padding, and float32 [T, k] weights."""
@@ -218,9 +209,7 @@ class MoELayer:
                 logits = rowwise.product(self._linear, x_TH, weight_EH, bias_E)
             else:
                 logits = self._linear(x_TH.to(weight_EH.dtype), weight_EH, bias_E)
-        if not isinstance(logits, Choice):
-            logits = Choice(*self._router(logits, real_T, self.expert_counts, token_ids_T))
-        ids_TK, weights_TK = logits
+        ids_TK, weights_TK = self._router(logits, real_T, self.expert_counts, token_ids_T)
         if self._spec.routing.on_input:
             return (x_TH * weights_TK).to(x_TH.dtype), ids_TK, (ids_TK >= 0).to(weights_TK.dtype)
         return x_TH, ids_TK, weights_TK

@@ -12,27 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from turnout.kernels import cpu
-from turnout.kernels.common import fewer_launches
 from turnout.moe.spec import Routing
 from turnout.packages import runs_triton
 from turnout.vocabulary import RoutingKind
 
 Choose = Callable[..., tuple[Tensor, Tensor]]
 FUSED_EXPERTS = 1024  # beyond, a row of logits does not stay in registers
-
-
-class Choice(NamedTuple):
-    """int32 [T, k] ids of experts and float32 [T, k] weights, as a `Router` gives them."""
-
-    ids_TK: Tensor
-    weights_TK: Tensor
 
 
 class Router:
@@ -56,9 +47,6 @@ class Router:
         self._routing, self._top_k, self._correction_bias = routing, top_k, correction_bias
         self._choose = _one_kernel(device, num_experts, routing, correction_bias, experts_of_token)
         self.adds_parts = device.type == "cuda" and self._choose is not None
-        self._softmax = routing.kind in (RoutingKind.SOFTMAX_TOPK, RoutingKind.TOPK_SOFTMAX)
-        # How many programs of a launch are done, whose last leaves 0 again.
-        self._done_1 = torch.zeros(1, dtype=torch.int32, device=device)
 
     def __call__(
         self,
@@ -91,39 +79,6 @@ class Router:
         chosen = ids_TK.flatten().long()
         counts_E.scatter_add_(0, chosen.clamp(min=0), (chosen >= 0).long())
         return ids_TK, weights_TK
-
-    def of_norm(
-        self,
-        x_NH: Tensor,
-        delta: Tensor | None,
-        gain_H: Tensor,
-        eps: float,
-        weight_EH: Tensor,
-        real_N: Tensor | None,
-        counts_E: Tensor,
-    ) -> tuple[Tensor, Tensor, Choice] | None:
-        """(x + delta, its RMS norm times gain, the choice by the latter's product), in one launch; None where
-        others do it. delta: [N, H], or parts of it [P, N, H]; weight: the router's. Others as of a call."""
-        by_logits = self._softmax and self._experts_of_token is None
-        if len(x_NH) > fewer_launches.ROUTING_ROWS or not self.adds_parts or not by_logits:
-            return None
-        from turnout.kernels.common.routed_row import chosen
-
-        found = chosen(
-            x_NH,
-            delta,
-            gain_H,
-            eps,
-            weight_EH,
-            self._top_k,
-            self._done_1,
-            of_all=self._routing.kind == RoutingKind.SOFTMAX_TOPK,
-            renormalize=self._routing.renormalize,
-            scaling=self._routing.scaling_factor,
-            real_1=real_N,
-            counts_E=counts_E,
-        )
-        return None if found is None else (*found[:2], Choice(*found[2:]))
 
 
 def _one_kernel(
@@ -234,7 +189,9 @@ def _topk_softmax(logits_TE: Tensor, _: Routing, top_k: int, __: Tensor | None) 
     return ids_TK, chosen_TK.softmax(dim=-1)
 
 
-ROUTERS: dict[RoutingKind, Callable[[Tensor, Routing, int, Tensor | None], tuple[Tensor, Tensor]]] = {
+Choice = Callable[[Tensor, Routing, int, Tensor | None], tuple[Tensor, Tensor]]
+
+ROUTERS: dict[RoutingKind, Choice] = {
     RoutingKind.SOFTMAX_TOPK: _softmax_topk,
     RoutingKind.SIGMOID_TOPK: _sigmoid_topk,
     RoutingKind.TOPK_SOFTMAX: _topk_softmax,

@@ -26,7 +26,6 @@ from turnout.attention.kinds import DeltaNetSpec
 from turnout.engine.step import two_batch_overlap
 from turnout.engine.step.cuda_graphs import Captured, DecodeGraphs
 from turnout.engine.step.rehearsal import Zeros
-from turnout.kernels.common import fewer_launches
 from turnout.models.interface import ModelShape
 from turnout.registry import ATTENTION_BACKENDS
 
@@ -71,25 +70,6 @@ class InTurns(ToyModel):
         return own if step.other is None else torch.cat((own, super().forward(step.other)))
 
 
-class InOneLaunch(InTurns):
-    """Hands heads over, where one launch stores keys and values and attends; whole: the rows of each."""
-
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
-        self.whole: set[int] = set()
-
-    def _attend(self, layer, x, step):
-        q, k, v = self._project(layer, x)
-        N, D = len(x), q.shape[-1]
-        rotary = torch.ones(N, D), torch.zeros(N, D)
-        heads = torch.cat((q, k, v), dim=1).flatten(1)
-        found = step.attention.whole(layer, heads, (None, 0.0), rotary, self.sinks[layer])
-        if found is None:
-            return super()._attend(layer, x, step)
-        self.whole.add(N)
-        return x + found.flatten(1) @ self.out[layer].T
-
-
 DELTA = DeltaNetSpec(num_heads=4, num_kv_heads=2, head_dim=16, value_dim=16, scale=0.25, conv_width=4)
 STATES = replace(SHAPE, attention=(DELTA, SHAPE.attention[0], DELTA))
 WINDOWS = replace(SHAPE, attention=(SINKS.sliding(5), SINKS))  # two cache groups
@@ -110,14 +90,10 @@ def answers(
     overlap: str = "off",
     shape: ModelShape = SHAPE,
     prefill: bool = False,
-    whole: bool = False,
     **drafts: Any,
 ) -> dict[str, bool]:
-    """Requests come and go over few pages; each gets what the model says, whatever shared its steps. whole:
-    decode graphs store keys and values and attend in one launch, where no two rows are a request's."""
-    make = InOneLaunch if whole else InTurns
-    draw, model = random.Random(seed), make(shape=shape, drafts="speculative_num_steps" in drafts)
-    fewer_launches.ATTENTION_ROWS = fewer_launches.MOST_ROWS if whole else 0
+    """Requests come and go over few pages; each gets what the model says, whatever shared its steps."""
+    draw, model = random.Random(seed), InTurns(shape=shape, drafts="speculative_num_steps" in drafts)
     core = make_core(
         model, num_pages=8, max_running_requests=4, max_context=24, overlap_schedule=overlap, **drafts
     )
@@ -135,14 +111,11 @@ def answers(
             num_drawn=drawn,
             dp_size=1,
             two_batches=not drafts,
-            apart=not drafts,
             pool=None,
             progress=None,
             rehearse=on_zeros,
         )
         core._forward.graphs, core._forward._drawn_R = replayed, replayed.drawn_R
-        if isinstance(model, InOneLaunch):
-            model.whole.clear()  # what was rehearsed
     if prefill:
         with_prefill_graphs(core, [2, 4, 16], stored=True)
     core._commit.resolves_near_ties, core._commit._sampler._report_near_ties = False, False
@@ -162,8 +135,6 @@ def answers(
     assert not graphs or replayed.sizes == [1, 2, 3, 12 if drafts else 4]
     wanted = {id: model.greedy(asked[id], 8, eos=False) for id in asked}
     stats = core.stats()
-    if isinstance(model, InOneLaunch):  # two micro-batches share more rows; those of drafts are not apart
-        assert model.whole == ({1} if drafts else {1, 2})
     return {
         "tokens": {id: output.token_ids for id, output in found.items()} == wanted,
         "turns": (model.turns > 0) == (graphs and not drafts),
@@ -191,16 +162,6 @@ RUNS: dict[str, dict[str, Any]] = {
         "shape": GUESSED,
         "speculative_algorithm": "MTP",
         "speculative_num_steps": 2,
-    },
-    "one launch": {"seed": 9, "graphs": True, "whole": True, "overlap": "on"},
-    "one launch, windows": {"seed": 10, "graphs": True, "whole": True, "shape": WINDOWS},
-    "one launch, drafts": {
-        "seed": 7,
-        "graphs": True,
-        "whole": True,
-        "shape": GUESSED,
-        "speculative_algorithm": "ngram",
-        "speculative_num_draft_tokens": 3,
     },
     "prefill": {"seed": 5, "graphs": True, "overlap": "on", "shape": WINDOWS, "prefill": True},
     "prefill of states": {"seed": 7, "graphs": False, "shape": STATES, "prefill": True},

@@ -222,7 +222,6 @@ def test_the_table_on_the_device_follows_every_schedule(seed: int, drafts: int):
     [
         ("graphs", "eager"),
         ("ngrams", "draft layer"),
-        ("one launch", "one launch, windows", "one launch, drafts"),
         pytest.param(("overlap", "windows"), marks=pytest.mark.more),
         pytest.param(("prefill", "states"), marks=pytest.mark.more),
         pytest.param(("prefill of states",), marks=pytest.mark.more),

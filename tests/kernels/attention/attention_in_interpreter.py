@@ -6,22 +6,14 @@ In float32: the interpreter's products of bfloat16 are wrong.
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 
 from tests.kernels import interpreter
-from turnout.attention.capability import Chosen
-from turnout.attention.kinds import AttentionSpec, CacheGroup
-from turnout.attention.paged import paged_attention
 from turnout.kernels.attention import prefill
 from turnout.kernels.attention.decode import attend
-from turnout.kernels.attention.decode_whole import attend_whole
-from turnout.kernels.common import fewer_launches
 from turnout.kernels.common.row_gemm import linear
-from turnout.kernels.common.rows import rotate
 from turnout.kernels.common.split_gemm import multiply_part
 
 results = {}
@@ -90,106 +82,6 @@ def prompts(
     return float((out - torch.stack(wanted)).abs().max())
 
 
-def whole(
-    ends: list[int], *, heads=(16, 2), size=16, page=16, splits=1, window=0, sinks=False, normed=True, parts=3
-) -> bool:
-    """Whether one launch turns heads, stores and attends as a softmax written out does and, but for the order
-    in which spans are added, as the launches that it replaces; with the same
-    counters in the reverse order of programs, which changes no bit."""
-    draw = torch.Generator().manual_seed(len(ends) + splits)
-    (Hq, Hkv), B, P = heads, len(ends), 1 + max(ends) // page
-    cache = torch.randn(Hkv, (B * P + 1) * page, 2, size, generator=draw)
-    pages = torch.randperm(B * P, generator=draw).view(B, P)
-    in_parts = torch.randn(max(1, parts), B, (Hq + 2 * Hkv) * size, generator=draw)
-    given = in_parts if parts else in_parts[0]
-    weight = torch.randn(Hq + Hkv, size, generator=draw) if normed else None
-    angles = torch.randn(B, size // 2, generator=draw)
-    cos, sin = angles.cos().repeat(1, 2), torch.cat((-angles.sin(), angles.sin()), 1)
-    logits = torch.randn(Hq, generator=draw) if sinks else None
-    slots = [pages[b, (end - 1) // page] * page + (end - 1) % page for b, end in enumerate(ends)]
-    slots = torch.tensor([slot if end else B * P * page for slot, end in zip(slots, ends, strict=True)])
-    each = in_parts.sum(0).view(B, Hq + 2 * Hkv, size)
-    turned = each[:, : Hq + Hkv]
-    if weight is not None:
-        turned = F.rms_norm(turned, (size,), eps=1e-6) * weight
-    turned = turned * cos[:, None] + turned.roll(size // 2, -1) * sin[:, None]
-    stored, wanted = cache.clone(), torch.zeros(B, Hq, size)
-    for b, end in enumerate(ends):
-        if not end:
-            continue
-        stored[:, slots[b]] = torch.stack((turned[b, Hq:], each[b, Hq + Hkv :]), dim=1)
-        seen = (pages[b, :, None] * page + torch.arange(page)).flatten()[max(0, end - (window or end)) : end]
-        k, v = (x.repeat_interleave(Hq // Hkv, 0) for x in stored[:, seen].unbind(2))
-        scores = torch.einsum("hd,hld->hl", turned[b, :Hq], k) * 0.3
-        wanted[b] = torch.einsum("hl,hld->hd", shares(scores, logits), v)
-    rest = {"page_size": page, "splits": splits, "scale": 0.3, "window": window, "sinks_H": logits}
-    before = cache.clone()
-    q, _ = rotate(given, Hq, Hkv, cos, sin, weight, 1e-6, store=(before, slots))
-    apart = attend(q, before, pages, torch.tensor(ends), **rest)
-    done, good, first = torch.zeros(B * Hkv, dtype=torch.int32), True, None
-    for order in (nullcontext, interpreter.last_first):
-        now = cache.clone()
-        with order():
-            found = attend_whole(
-                given, cos, sin, weight, 1e-6, slots, now, pages, torch.tensor(ends), done, num_q=Hq, **rest
-            )
-        first = found if first is None else first
-        good &= torch.equal(found, first)
-        good &= float((found - wanted).abs().max()) < 1e-5 and float((found - apart).abs().max()) < 1e-6
-        # Rows of padding store nothing.
-        good &= torch.equal(now[:, :-page], before[:, :-page]) and torch.equal(
-            now[:, -page:], cache[:, -page:]
-        )
-        good &= float((now - stored).abs().max()) < 1e-5 and not done.any()
-    return good
-
-
-def steps() -> bool:
-    """Decode graphs' rows, two sequences and one of padding, over steps that cross blocks and pages: one
-    launch each gives what causal attention does, where the choice allows it and only there."""
-    spec = AttentionSpec.full(num_heads=4, num_kv_heads=2, head_dim=16)
-    paged = paged_attention(
-        CacheGroup(layers=(0,), spec=spec, sharing=()),
-        num_pages=40,
-        page_size=4,
-        max_running=4,
-        max_context=96,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        chosen=Chosen(backend="triton", prompts="triton"),
-    )
-    draw, L, first = torch.Generator().manual_seed(0), 70, (61, 3)
-    heads = torch.randn(2, L, 8, 16, generator=draw)  # queries, keys, values
-    q, k, v = heads.split((4, 2, 2), dim=2)
-    wanted = F.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True, scale=0.25
-    ).transpose(1, 2)
-    pages = torch.randperm(40, generator=draw).view(2, 20)
-    slots = (pages[:, :, None] * 4 + torch.arange(4)).flatten(1)
-    for row, end in enumerate(first):
-        both = torch.stack((k[row, :end], v[row, :end]), dim=2)
-        paged.layer_cache(0)[:, slots[row, :end]] = both.transpose(0, 1)
-    table, still = torch.cat((pages, torch.full((1, 20), 40))), torch.ones(3, 16)
-    right = True
-    for step in range(9):
-        at = [end + step for end in first]
-        own = torch.tensor([*(slots[row, place] for row, place in enumerate(at)), paged.spare_slot])
-        ends = torch.tensor([place + 1 for place in at] + [0])
-        given = torch.stack([heads[row, place].flatten() for row, place in enumerate(at)] + [torch.ones(128)])
-        rotary = still, torch.zeros(3, 16)
-        for rows, apart in ((0, True), (2, True), (3, False)):
-            with patch.object(fewer_launches, "ATTENTION_ROWS", rows):
-                none = paged.rows(own, table, ends, apart=apart).whole(0, given, (None, 0.0), rotary)
-            right &= none is None
-        with patch.object(fewer_launches, "ATTENTION_ROWS", 3):
-            found = paged.rows(own, table, ends, apart=True).whole(0, given, (None, 0.0), rotary)
-        right &= all(
-            torch.allclose(found[row], wanted[row, place], atol=1e-5) for row, place in enumerate(at)
-        )
-        right &= not found[2].any()
-    return right
-
-
 def parts(N: int, M: int, K: int, piece: int, *, biased: bool = False) -> bool:
     """Whether the parts of a product of a wider matrix add up to it."""
     draw = torch.Generator().manual_seed(N)
@@ -222,23 +114,6 @@ results["prompts-odd"] = prompts([(0, 150), (130, 131)], heads=(6, 2), size=24, 
 results["window"] = error([1, 5, 17, 130, 300], window=70, splits=2) < 1e-5
 results["sinks"] = all(error([1, 0, 77, 130], sinks=True, splits=splits) < 1e-5 for splits in (1, 2))
 results["window-sinks"] = error([1, 5, 200], heads=(16, 2), size=64, window=8, sinks=True, splits=4) < 1e-5
-results["whole"] = whole([1, 5, 17]) and whole([130, 64, 0, 65, 200], page=4, parts=1)
-results["whole-splits"] = all(
-    whole([300, 0, 129, 64, 65, 1], splits=splits, page=page) for splits, page in ((2, 64), (4, 16), (64, 8))
-)
-results["whole-heads"] = (
-    whole([90, 33], heads=(6, 2), size=24, page=4, splits=2, parts=0)
-    and whole([70, 150], heads=(20, 1), size=32, splits=4)
-    and whole([65], heads=(2, 1), size=256, splits=2)
-    and whole([140], heads=(16, 1), size=64, splits=8)
-)
-results["whole-plain"] = all(whole([90, 0, 128], normed=False, parts=8, splits=splits) for splits in (1, 2))
-results["whole-window-sinks"] = all(
-    whole([1, 0, 77, 130, 300], window=window, sinks=sinks, splits=splits)
-    for splits in (1, 4)
-    for window, sinks in ((70, False), (8, True), (0, True), (128, True))
-)
-results["whole-steps"] = steps()
 results["large-heads"] = error([90], heads=(2, 1), size=256, splits=2) < 1e-5
 spans = [(0, 40), (64, 70), (63, 200), (5, 6), (190, 210), (130, 131)]
 results["prompts-window"] = all(

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.kernels import interpreted
-from tests.kernels.compiled import compiled, machine_code
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +30,6 @@ def results() -> dict[str, bool]:
         "sinks",
         "window-sinks",
         "large-heads",
-        "whole",
-        "whole-splits",
-        "whole-heads",
-        "whole-plain",
-        "whole-window-sinks",
-        "whole-steps",
         "prompts-window",
         "prompts-sinks",
         "prompts-window-sinks",
@@ -50,33 +41,6 @@ def results() -> dict[str, bool]:
 )
 def test_interpreted(results: dict[str, bool], case: str):
     assert results[case]
-
-
-@pytest.mark.parametrize(
-    ("parts", "one", "window", "sinks", "D", "most"),
-    [(8, False, 0, False, 128, 168), (1, True, 0, False, 128, 128), (8, False, 128, True, 64, 128)],
-)
-def test_a_step_in_one_launch_compiles_for_hopper(
-    parts: int, one: bool, window: int, sinks: bool, D: int, most: int, tmp_path: Path
-):
-    """Three or four programs' registers fit on a multiprocessor, and none is kept in memory."""
-    from turnout.kernels.attention.decode_whole import rotate_store_attend
-
-    constants = {
-        "G": 8, "GP": 16, "GJ": 8, "D": D, "DP": D, "PAGE": 16, "TOKENS": 64, "WINDOW": window, "NORM": True,
-        "PARTS": parts, "ONE": one, "MOST": 64, "CHUNK": 4096 // (8 * D), "SINKS": sinks, "FETCH": True,
-        "PDL": True,
-    }  # fmt: skip
-    halves = ("weight_ptr", "cos_ptr", "sin_ptr", "cache_ptr", "out_ptr")
-    types = dict.fromkeys(halves, "*bf16") | dict.fromkeys(("slots_ptr", "table_ptr", "ends_ptr"), "*i64")
-    types |= {"heads_ptr": "*fp32" if parts > 1 else "*bf16", "done_ptr": "*i32"}
-    multiples = ("row_stride", "part_stride", "head_stride")
-    done = compiled(
-        rotate_store_attend, constants, warps=4, multiples=multiples, most_registers=most, **types
-    )
-    assert "prefetch.global.L2" in done.asm["ptx"].partition("griddepcontrol.wait")[2]
-    _, used = machine_code(done, tmp_path)
-    assert "STACK:0 " in used
 
 
 @pytest.mark.gpu
@@ -98,62 +62,6 @@ def test_on_a_gpu(dtype: torch.dtype, splits: int):
         wanted = F.scaled_dot_product_attention(q[b, :, None].double(), k, v)[:, 0] if end else 0
         error = (found[b].double() - wanted).abs().max()
         assert error < (1e-5 if dtype == torch.float32 else 2e-2)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("splits", [1, 4, 64])
-@pytest.mark.parametrize(
-    ("heads", "window", "sinks", "parts"),
-    [
-        ((32, 4, 128), 0, False, 8),
-        ((64, 8, 64), 128, True, 4),
-        ((16, 1, 128), 0, False, 1),
-        ((12, 2, 96), 0, True, 2),
-    ],
-)
-def test_a_step_in_one_launch_on_a_gpu(
-    heads: tuple[int, int, int], window: int, sinks: bool, parts: int, splits: int
-):
-    """Again and again, in a graph: as the launches that it replaces, whichever program comes last."""
-    from turnout.kernels.attention.decode import attend
-    from turnout.kernels.attention.decode_whole import attend_whole
-    from turnout.kernels.common.rows import rotate
-
-    torch.manual_seed(0)
-    (Hq, Hkv, D), page, like = heads, 16, {"device": "cuda", "dtype": torch.bfloat16}
-    ends = torch.tensor([1, 0, 4000, 777, 64, 65, 2048, 3])
-    B, P = len(ends), 256
-    pages = torch.randperm(B * P).view(B, P)
-    places = (ends - 1).clamp(min=0)
-    slots = pages.gather(1, places[:, None] // page)[:, 0] * page + places % page
-    slots[ends == 0] = B * P * page
-    cache = torch.randn(Hkv, (B * P + 1) * page, 2, D, **like)
-    given = torch.randn(parts, B, (Hq + 2 * Hkv) * D, device="cuda") / parts**0.5
-    angles = torch.randn(B, D // 2, device="cuda")
-    cos, sin = angles.cos().repeat(1, 2).bfloat16(), torch.cat((-angles.sin(), angles.sin()), 1).bfloat16()
-    weight, sink = torch.randn(Hq + Hkv, D, **like), torch.randn(Hq, device="cuda") if sinks else None
-    pages, slots, ends = pages.cuda(), slots.cuda(), ends.cuda()
-    rest = {"page_size": page, "splits": splits, "scale": D**-0.5, "window": window, "sinks_H": sink}
-    before = cache.clone()
-    q, _ = rotate(given, Hq, Hkv, cos, sin, weight, 1e-6, store=(before, slots))
-    wanted = attend(q, before, pages, ends, **rest)
-    done = torch.zeros(B * Hkv, dtype=torch.int32, device="cuda")
-
-    def call() -> torch.Tensor:
-        args = given, cos, sin, weight, 1e-6, slots, cache, pages, ends, done
-        return attend_whole(*args, num_q=Hq, **rest)
-
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = call()
-    for _ in range(100):
-        found.fill_(torch.nan)
-        graph.replay()
-        torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
-    assert not done.any()
-    held = slots[ends > 0]
-    torch.testing.assert_close(cache[:, held], before[:, held], rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.gpu

@@ -6,20 +6,16 @@ In float32: the interpreter cuts off what bfloat16 does not hold.
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 import triton
 
 from tests.kernels import interpreter
-from turnout.kernels.common import fewer_launches, rows
+from turnout.kernels.common import rows
 from turnout.kernels.common.gated_row import multiply_gated_row
 from turnout.kernels.common.normed_row import multiply_normed_row
 from turnout.kernels.common.route import choose, choose_of_token, choose_sigmoid
-from turnout.kernels.common.route_by_counting import choose_into
-from turnout.kernels.common.routed_row import choose_of_normed_row
 from turnout.kernels.common.rows import angles, gate, gated, norm, rotate
 from turnout.kernels.common.split_gemm import parts as parts_of
 from turnout.moe.routing import route, weigh
@@ -228,54 +224,6 @@ def normed_product(size: int, outputs: int, parts: int, *, width: int) -> bool:
     return good and (near(total, summed) if parts else bool(total.isnan().all()))
 
 
-def routed_row(
-    size: int, experts: int, top_k: int, parts: int, *, width: int, of_all=True, padded=None
-) -> bool:
-    """Norm, product and choice at once, in two orders of programs with the same counter: exactly what the
-    launches that this replaces choose, and what torch's logits do. padded: whether the row is; None: it is
-    not told."""
-    x, delta, gain = torch.randn(1, size), torch.randn(max(1, parts), 1, size), torch.randn(size)
-    w, block = torch.randn(experts, size) * size**-0.5, triton.next_power_of_2(size)
-    y, done = torch.full((size // width, experts), torch.nan), torch.zeros(1, dtype=torch.int32)
-    real, good = None if padded is None else torch.tensor([not padded]), True
-    summed = x + delta[:parts].sum(0)
-    routing = {"of_all": of_all, "renormalize": True, "scaling": 2.5}
-    for turn, order in ((1, nullcontext), (2, interpreter.last_first)):
-        total, normed = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
-        ids, weights = torch.full((1, top_k), 7, dtype=torch.int32), torch.full((1, top_k), torch.nan)
-        counts = torch.full((experts,), turn)
-        with order():
-            choose_of_normed_row[(-(-experts // 64), len(y))](
-                x, delta, gain, w, total, normed, y, done, x if real is None else real, ids, weights, counts,
-                experts, size, 1e-6, size, 2.5,
-                parts, block, 64, width, len(y), top_k, triton.next_power_of_2(top_k),
-                triton.next_power_of_2(experts), of_all, True, real is not None, False,
-            )  # fmt: skip
-        own = torch.full((experts,), turn)
-        wanted = choose(y[:, None].clone(), top_k, real_T=real, counts_E=own, **routing)
-        good &= torch.equal(ids, wanted[0]) and near(weights, wanted[1]) and torch.equal(counts, own)
-        good &= near(normed, F.rms_norm(summed, (size,), gain, 1e-6)) and int(done) == 0
-        good &= near(total, summed) if parts else bool(total.isnan().all())
-        logits = F.rms_norm(summed, (size,), gain, 1e-6) @ w.T
-        good &= bool(padded) or torch.equal(ids[0].long(), logits[0].topk(top_k).indices)
-    return good
-
-
-def routed_odd() -> bool:
-    """Ties go to the lowest ids, whatever is infinite or NaN; a NaN shows in the weights alone."""
-    good = True
-    for logits in ([1.0, 1.0, 1.0, 1.0], [0.0, float("inf"), 0.0, 3.0], [1.0, float("nan"), 2.0, -1e38]):
-        y, counts = torch.tensor([logits]), torch.zeros(4, dtype=torch.int64)
-        ids, weights = torch.zeros(1, 3, dtype=torch.int32), torch.zeros(1, 3)
-        some = {"of_all": True, "renormalize": True, "scaling": 1.0, "real_T": None, "counts_E": counts}
-        choose_into(ids, weights, y, **some)
-        own = torch.zeros(4, dtype=torch.int64)
-        wanted = choose(y, 3, of_all=True, renormalize=True, scaling=1.0, real_T=None, counts_E=own)
-        good &= torch.equal(ids, wanted[0]) and torch.equal(counts, own)
-        good &= torch.allclose(weights, wanted[1], equal_nan=True)
-    return good
-
-
 def gates(rows: int, size: int) -> bool:
     """With a number of each row apart, and as a column of what is gated, in parts and not."""
     x, token = torch.randn(rows, 2 * size + 4), torch.randn(rows, 1)
@@ -336,22 +284,7 @@ results["by-token"] = by_token(9, 16, 6, parts=True, renormalize=True) and by_to
 results["exact-product"] = exact_product(1, 20, 300) and exact_product(7, 40, 512)
 results["sigmoid-odd"] = sigmoid_odd()
 results["topk-softmax"] = chooses(5, 8, 4, of_all=False) and chooses(7, 40, 6, scaling=2.5, parts=True)
-results["routed-row"] = (
-    routed_row(64, 16, 4, 3, width=16)
-    and routed_row(48, 70, 8, 0, width=16, of_all=False)
-    and routed_row(64, 128, 6, 1, width=64, padded=False)
-    and routed_row(32, 8, 2, 2, width=32, padded=True)
-)
-results["routed-odd"] = routed_odd()
 results["odd"] = odd()
-with patch.object(fewer_launches, "COUNTED_TOKENS", 9):
-    results["counted"] = (
-        chooses(9, 16, 4)
-        and chooses(1, 6, 2, renormalize=False)
-        and chooses(5, 128, 8, of_all=False)
-        and chooses(7, 40, 6, scaling=2.5, parts=True)
-        and odd()
-    )
 empty = torch.zeros(0, 8)
 results["none"] = norm(empty, torch.ones(8), 1e-6, empty)[1].shape == (0, 8)
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.kernels import interpreted
-from tests.kernels.compiled import compiled, machine_code
+from tests.kernels.compiled import compiled
 from turnout.formats.fp8 import encode_blocks
 from turnout.formats.packed import PackedTensor
-from turnout.kernels.common import fewer_launches
 from turnout.kernels.common.rowwise import product
 from turnout.models.dense import Fp8Weight, linear, normed_product
 from turnout.models.shares import whole
@@ -27,9 +25,6 @@ CASES = [
     "gate",
     "gated-product",
     "normed-product",
-    "routed-row",
-    "routed-odd",
-    "counted",
     "rotate",
     "rotate-only",
     "angles",
@@ -70,25 +65,6 @@ def test_the_end_of_a_shared_expert_compiles_for_hopper():
     constants = {"PARTS": 8, "TOKEN_PARTS": 8, "LIMITED": False, "BLOCK": 512, "PDL": True}
     numbers = {"limit": 0.0} | constants
     compiled(gate_rows, numbers, warps=4, multiples=("M", "X", "token_stride"), x_ptr="*fp32")
-
-
-@pytest.mark.parametrize(("parts", "warps"), [(0, 4), (8, 8)])
-def test_norm_product_and_choice_of_a_row_compile_for_hopper(parts: int, warps: int, tmp_path: Path):
-    """Weights are loaded before it waits, 16 bytes at a time, and no register is kept in memory."""
-    from turnout.kernels.common.routed_row import choose_of_normed_row
-
-    constants = {
-        "PARTS": parts, "HP": 2048, "OUTPUTS": 64, "COLUMNS": 256, "PIECES": 8, "K": 8, "KP": 8, "EP": 128,
-        "OF_ALL": True, "RENORMALIZE": True, "PADDED": True, "PDL": True,
-    }  # fmt: skip
-    halves = dict.fromkeys(("gain_ptr", "w_ptr", "sum_ptr", "normed_ptr"), "*bf16")
-    others = {"done_ptr": "*i32", "real_ptr": "*i1", "ids_ptr": "*i32", "counts_ptr": "*i64"}
-    multiples = ("E", "H", "w_stride")
-    done = compiled(choose_of_normed_row, constants, warps=warps, multiples=multiples, **halves, **others)
-    early = done.asm["ptx"].partition("griddepcontrol.wait")[0]
-    assert len(re.findall(r"ld\.global\S*\.v4", early)) >= 64 * 256 // (32 * warps * 8)
-    _, used = machine_code(done, tmp_path)
-    assert "STACK:0 " in used
 
 
 @pytest.mark.gpu
@@ -189,26 +165,6 @@ def test_choice_by_token_on_a_gpu(tokens: int):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 16, 128])
-@pytest.mark.parametrize("kind", [RoutingKind.SOFTMAX_TOPK, RoutingKind.TOPK_SOFTMAX])
-def test_places_are_counted_on_a_gpu(kind: RoutingKind, tokens: int, monkeypatch: pytest.MonkeyPatch):
-    """Exactly as the largest are taken in turn; logits in parts, some of them equal."""
-    torch.manual_seed(0)
-    logits = torch.randint(-9, 9, (8, tokens, 128), device="cuda") / 8
-    real = torch.rand(tokens, device="cuda") < 0.9
-    router = Router(Routing(kind=kind, renormalize=True), num_experts=128, top_k=8, device=logits.device)
-    found = []
-    for counted in (0, tokens):
-        monkeypatch.setattr(fewer_launches, "COUNTED_TOKENS", counted)
-        counts = torch.zeros(128, dtype=torch.int64, device="cuda")
-        found.append((*router(logits, real, counts), counts))
-    (wanted, shares, counted), (ids, weights, counts) = found
-    assert torch.equal(ids, wanted)
-    assert torch.equal(counts, counted)
-    torch.testing.assert_close(weights, shares, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("kept_in_fp8", [False, True])
 def test_shared_expert_with_a_gate_on_a_gpu(kept_in_fp8: bool):
     """At 35B-A3B's sizes, next to float32 of the same weights: alone, and added to a row in parts."""
@@ -244,42 +200,6 @@ def test_shared_expert_with_a_gate_on_a_gpu(kept_in_fp8: bool):
     found = mlp.begin_row(x[:1])(more)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.sum(0), wanted[:1] + more, rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("parts", [0, 1, 16])
-def test_norm_product_and_choice_of_a_row_on_a_gpu(parts: int):
-    """Again and again, in a graph: as the launches that this replaces, whichever program comes last."""
-    from turnout.kernels.common.routed_row import chosen
-
-    torch.manual_seed(0)
-    for E, H, of_all in ((128, 2048, True), (60, 2048, False), (128, 4096, True)):
-        x, gain = torch.randn(1, H, device="cuda").bfloat16(), torch.rand(H, device="cuda").bfloat16()
-        delta = None if parts == 0 else torch.randn(parts, 1, H, device="cuda")
-        delta = delta[0].bfloat16() if delta is not None and parts == 1 else delta
-        weight = (torch.randn(E, H, device="cuda") * H**-0.5).bfloat16()
-        kind = RoutingKind.SOFTMAX_TOPK if of_all else RoutingKind.TOPK_SOFTMAX
-        router = Router(Routing(kind=kind, renormalize=True), num_experts=E, top_k=8, device=x.device)
-        apart = normed_product(linear, x, delta, gain, 1e-6, weight)
-        assert apart is not None
-        real, counts = torch.ones(1, dtype=torch.bool, device="cuda"), torch.zeros(2, E, device="cuda").long()
-        ids, weights = router(apart[2], real, counts[0])
-        done = torch.zeros(1, dtype=torch.int32, device="cuda")
-        rest = {"of_all": of_all, "renormalize": True, "scaling": 1.0, "real_1": real, "counts_E": counts[1]}
-        assert chosen(x, delta, gain, 1e-6, weight, 8, done, **rest) is not None
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = chosen(x, delta, gain, 1e-6, weight, 8, done, **rest)
-        assert found is not None
-        for _ in range(100):
-            found[2].fill_(-7)
-            graph.replay()
-            assert torch.equal(found[2], ids)
-        assert torch.equal(found[0], apart[0])
-        torch.testing.assert_close(found[1], apart[1], rtol=1e-2, atol=1e-2)
-        torch.testing.assert_close(found[3], weights, rtol=1e-4, atol=1e-5)
-        assert torch.equal(counts[1], 101 * counts[0])
-        assert not done.any()
 
 
 @pytest.mark.gpu

@@ -23,13 +23,10 @@ from tests.kernels.bound import bound
 from tools.dense_fp8 import MATRICES
 from turnout import kernels
 from turnout.attention.paged import pack_together, unpacked
-from turnout.config import Config
-from turnout.engine.cuda_graph_policy import graph_sizes
 from turnout.engine.warmup import prompt_sizes
 from turnout.kernels.attention import (
     compressed,
     decode,
-    decode_whole,
     delta_prompt,
     delta_rule,
     index,
@@ -39,14 +36,12 @@ from turnout.kernels.attention import (
 )
 from turnout.kernels.common import (
     few_rows,
-    fewer_launches,
     fp8_weights,
     gated_row,
     latent_rows,
     normed_row,
     pack,
     route,
-    routed_row,
     row_gemm,
     rows,
     split_gemm,
@@ -115,9 +110,7 @@ def routing(size: int) -> None:
     real = torch.ones(size, dtype=torch.bool)
     for logits in (b16(size, E), torch.empty(8, size, E)):
         some = {"renormalize": True, "scaling": 1.0, "real_T": real, "counts_E": COUNTS}
-        for counted in (0, MOST):
-            with patch.object(fewer_launches, "COUNTED_TOKENS", counted):
-                route.choose(logits, 8, of_all=False, **some)
+        route.choose(logits, 8, of_all=False, **some)
         route.choose_sigmoid(logits, 8, bias_E=torch.empty(E), groups=8, kept=4, **some)
         table, tokens = torch.empty(9, 8, dtype=torch.int32), torch.zeros(size, dtype=torch.int64)
         route.choose_of_token(logits, 8, table_VK=table, token_ids_T=tokens, **some)
@@ -313,25 +306,6 @@ def row_attention(size: int) -> None:
             latent.attend(b16(size, heads, 576), LATENTS, table, ends, **sizes)
 
 
-def whole_attention(size: int) -> None:
-    """Of a decode graph that holds so many requests, in one launch with what is before it; in parts where the
-    product of queries, keys and values leaves some."""
-    sizes = graph_sizes(Config(model="", cuda_graph_max_bs=RUNNING, max_running_requests=RUNNING))
-    size = next((each for each in sizes if each >= size), RUNNING)
-    table, ends = torch.zeros(size, 40, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
-    done, turns = torch.zeros(RUNNING * 8, dtype=torch.int32), b16(size, D)
-    for kv, window, sinks in ((1, 0, None), (2, 0, None), (4, 0, None), (8, 128, torch.empty(HQ))):
-        values, cache = (HQ + 2 * kv) * D, torch.empty(kv, 64 * PAGE, 2, D, dtype=BF16)
-        split = split_gemm.pieces(size, values, H)[1]
-        heads = torch.empty(8, size, values) if split else b16(size, values)
-        for processors in (132, 78):
-            splits = decode.spans(size, kv, window or 4096, processors)
-            decode_whole.attend_whole(
-                heads, turns, turns, b16(HQ + kv, D), 1e-6, ends + 0, cache, table, ends, done, num_q=HQ,
-                page_size=PAGE, splits=splits, scale=0.1, window=window, sinks_H=sinks,
-            )  # fmt: skip
-
-
 def windowed_attention(size: int) -> None:
     """With sinks, of layers that see the last 128 tokens."""
     some: dict[str, Any] = {"page_size": PAGE, "scale": 0.1, "window": 128, "sinks_H": torch.empty(HQ)}
@@ -369,10 +343,6 @@ def normed_products(size: int) -> None:
     """Of a step of one token."""
     for delta in (None, b16(size, H), b16(4, size, H)):
         normed_row.normed_parts(b16(size, H), delta, GAIN, 1e-6, b16(2 * H, H))
-        for real in (None, torch.ones(size, dtype=torch.bool)):
-            done = torch.zeros(1, dtype=torch.int32)
-            some = {"of_all": True, "renormalize": True, "scaling": 1.0, "real_1": real, "counts_E": COUNTS}
-            routed_row.chosen(b16(size, H), delta, GAIN, 1e-6, b16(E, H), 8, done, **some)
     for x, token in ((b16(size, 1024), b16(size, 1)), (torch.empty(4, size, 1024), torch.empty(4, size, 1))):
         gated_row.gated_parts(x[..., :1, :], token[..., :1, :], b16(H, 512), b16(1, H))
 
@@ -380,7 +350,7 @@ def normed_products(size: int) -> None:
 PARTS = (
     norm, rotate, sums, routing, low_ranks, products, connections, divided, fp8_products, fp8_matrices, wire,
     states, state_prompts, index_scores, compressed_attention, compressed_attention_on_hopper,
-    latent_prompts, prompt_attention, row_attention, whole_attention, windowed_attention, chosen_attention,
+    latent_prompts, prompt_attention, row_attention, windowed_attention, chosen_attention,
     grammar_masks, draws_by_top_p, normed_products,
 )  # fmt: skip
 

@@ -86,7 +86,6 @@ class DecodeGraphs:
         num_drawn: int,
         dp_size: int,
         two_batches: bool,
-        apart: bool,
         pool: Any,
         progress: ProgressFn | None,
         rehearse: Rehearsal = nothing,
@@ -95,14 +94,13 @@ class DecodeGraphs:
 
         later: smaller sizes that `capture_one_more` is to capture.
 
-        two_batches: large ones as two micro-batches (two_batch_overlap.py). apart: no step has two tokens of
-        a request, as it has where it verifies drafts. num_drawn: the most tokens that
+        two_batches: large ones as two micro-batches (two_batch_overlap.py). num_drawn: the most tokens that
         a step takes from `drawn_R`, which the step before drew; 0 if the host knows them all. pool: of
         graphs that are never replayed at the same time; None: one of its own.
         """
         self.sizes, self._later = list(sizes), list(later)
         self._model, self._attention = model, attention
-        self._dp_size, self._two_batches, self._apart = dp_size, two_batches, apart
+        self._dp_size, self._two_batches = dp_size, two_batches
         self._device = attention.device
         self._num_fields, self._num_drawn = FIELDS + len(attention.groups), num_drawn
         # Of a fixed address: drawn tokens, then the fields of the largest size, token ids first.
@@ -196,7 +194,7 @@ class DecodeGraphs:
         rows_FB, tables = part
         ids_B, positions_B, ends_B, states_B, *_ = rows_FB
         attentions = [
-            group.rows(slots_B, table_BP, ends_B, states_B, apart=self._apart or len(ids_B) == 1)
+            group.rows(slots_B, table_BP, ends_B, states_B)
             for group, slots_B, table_BP in zip(self._attention.groups, rows_FB[FIELDS:], tables, strict=True)
         ]
         return Step(

@@ -30,7 +30,7 @@ from turnout.engine.scheduler.scheduler import Chunk
 from turnout.engine.step import batch_invariant
 from turnout.engine.step.cuda_graphs import Computed, DecodeGraphs, graph_for, prefill_graph_for
 from turnout.engine.step.prefill_graphs import PrefillGraphs
-from turnout.engine.step.rehearsal import Rehearsal, nothing, rehearsal
+from turnout.engine.step.rehearsal import rehearsal
 from turnout.engine.step.two_batch_overlap import split, split_chunks
 from turnout.engine.transfers import on_device
 from turnout.models.interface import Model, ProgressFn, Step
@@ -58,8 +58,6 @@ class Forward:
         self._deterministic = engine_plan.config.deterministic
         self._drafts_by_layer = engine_plan.config.drafts_by_layer
         self._two_batches = engine_plan.plan.two_batches
-        self._apart = engine_plan.budget.tokens_per_request == 1
-        self._dp_size = engine_plan.topology.dp_size
         self._dp_rank = engine_plan.topology.dp_rank
         drawn = 0 if why_no_overlap(engine_plan) else engine_plan.config.max_running_requests
         self._drawn_R = torch.zeros(drawn, dtype=torch.int64, device=attention.device)
@@ -85,32 +83,20 @@ class Forward:
             sizes = graph_sizes(engine_plan.config)
             of_rank = -(-waiting // engine_plan.topology.dp_size)
             first = first_sizes(sizes, of_rank * engine_plan.budget.tokens_per_request)
-            self.capture(first, sorted(set(sizes) - set(first)), progress, rehearse)
-
-    def capture(
-        self,
-        sizes: Sequence[int],
-        later: Sequence[int] = (),
-        progress: ProgressFn | None = None,
-        rehearse: Rehearsal = nothing,
-    ) -> None:
-        """Decode graphs of these sizes, ascending, in place of any there are, and of smaller ones `later`;
-        collective among the ranks of a model. No step may be in flight."""
-        with torch.inference_mode():
-            self.graphs = DecodeGraphs(
-                self._model,
-                self._attention,
-                sizes=sizes,
-                later=later,
-                num_drawn=len(self._drawn_R),
-                dp_size=self._dp_size,
-                two_batches=self._two_batches,
-                apart=self._apart,
-                pool=self.prefill_graphs.pool if self.prefill_graphs else None,
-                progress=progress,
-                rehearse=rehearse,
-            )
-        self._drawn_R = self.graphs.drawn_R
+            with torch.inference_mode():
+                self.graphs = DecodeGraphs(
+                    model,
+                    attention,
+                    sizes=first,
+                    later=sorted(set(sizes) - set(first)),
+                    num_drawn=drawn,
+                    dp_size=engine_plan.topology.dp_size,
+                    two_batches=self._two_batches,
+                    pool=self.prefill_graphs.pool if self.prefill_graphs else None,
+                    progress=progress,
+                    rehearse=rehearse,
+                )
+            self._drawn_R = self.graphs.drawn_R
 
     def __call__(self, chunks: Sequence[Chunk], synced: SyncedStep) -> Computed:
         """Compute the tokens of `chunks`, in their order, decoding ones first; keys and values are stored."""

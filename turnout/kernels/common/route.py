@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from turnout.kernels.common import fewer_launches, route_by_counting
 from turnout.kernels.common.dependent import launches_early
 
 
@@ -103,18 +102,7 @@ def choose(
     T, E = logits.shape[-2:]
     ids_TK = torch.empty(T, top_k, dtype=torch.int32, device=logits.device)
     weights_TK = torch.empty(T, top_k, dtype=torch.float32, device=logits.device)
-    if 0 < T <= fewer_launches.COUNTED_TOKENS and E <= route_by_counting.MOST_EXPERTS:
-        route_by_counting.choose_into(
-            ids_TK,
-            weights_TK,
-            logits,
-            of_all=of_all,
-            renormalize=renormalize,
-            scaling=scaling,
-            real_T=real_T,
-            counts_E=counts_E,
-        )
-    elif T:
+    if T:
         block, early = triton.next_power_of_2(E), launches_early(logits.device)
         choose_experts[(T,)](
             logits, ids_TK if real_T is None else real_T, ids_TK, weights_TK, counts_E, scaling, E, T * E,

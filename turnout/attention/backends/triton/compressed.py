@@ -23,13 +23,7 @@ class TritonCompressed(CompressedAttention):
     """Compressed attention, whose tokens in graphs, and in chunks, kernels compute."""
 
     def rows(
-        self,
-        slots_N: Tensor,
-        table_NP: Tensor,
-        ends_N: Tensor,
-        states_N: Tensor | None = None,
-        *,
-        apart: bool = False,
+        self, slots_N: Tensor, table_NP: Tensor, ends_N: Tensor, states_N: Tensor | None = None
     ) -> Attention:
         assert states_N is not None, "compressed attention keeps states"
         return CompressedRows(self, table_NP, ends_N, states_N)

@@ -35,13 +35,7 @@ class TritonLatent(LatentAttention):
         return LatentStep(self, decoding, chunks)
 
     def rows(
-        self,
-        slots_N: Tensor,
-        table_NP: Tensor,
-        ends_N: Tensor,
-        states_N: Tensor | None = None,
-        *,
-        apart: bool = False,
+        self, slots_N: Tensor, table_NP: Tensor, ends_N: Tensor, states_N: Tensor | None = None
     ) -> Attention:
         return LatentRows(self, slots_N, table_NP, ends_N)
 
@@ -53,13 +47,7 @@ class TritonSparseLatent(SparseLatentAttention):
         return SparseLatentStep(self, decoding, chunks)
 
     def rows(
-        self,
-        slots_N: Tensor,
-        table_NP: Tensor,
-        ends_N: Tensor,
-        states_N: Tensor | None = None,
-        *,
-        apart: bool = False,
+        self, slots_N: Tensor, table_NP: Tensor, ends_N: Tensor, states_N: Tensor | None = None
     ) -> Attention:
         return SparseLatentRows(self, slots_N, table_NP, ends_N)
 

@@ -24,15 +24,9 @@ class TritonAttention(PagedAttention):
         return StepAttention(self, decoding, chunks)
 
     def rows(
-        self,
-        slots_N: Tensor,
-        table_NP: Tensor,
-        ends_N: Tensor,
-        states_N: Tensor | None = None,
-        *,
-        apart: bool = False,
+        self, slots_N: Tensor, table_NP: Tensor, ends_N: Tensor, states_N: Tensor | None = None
     ) -> Attention:
-        return RowAttention(self, slots_N, table_NP, ends_N, apart)
+        return RowAttention(self, slots_N, table_NP, ends_N)
 
 
 class StepAttention(StoredAttention):
