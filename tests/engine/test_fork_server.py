@@ -59,6 +59,25 @@ def test_copies_have_imported_torch_and_tell_how_they_end(server: ForkServer):
     assert eventually(lambda: not any(has_ended(child) for child in psutil.Process().children()))
 
 
+def test_what_ranks_on_gpus_import_opens_no_driver():
+    """With it open, or with more threads, copies would not be as good as processes of their own."""
+    code = (
+        "import sys, psutil, torch\n"
+        "from turnout.engine import fork_server\n"
+        "threads = psutil.Process().num_threads()\n"
+        "fork_server.import_for_gpus()\n"
+        "from triton.runtime.cache import triton_key\n"
+        "assert triton_key.cache_info().currsize == 1\n"
+        "assert {'turnout.kernels.hopper.gemm', 'turnout.moe.backends.hopper.runner'} <= sys.modules.keys()\n"
+        "assert not {'torch._dynamo', 'torch._inductor'} & sys.modules.keys()\n"
+        "libraries = [mapped.path for mapped in psutil.Process().memory_maps()]\n"
+        "assert not [path for path in libraries if 'libcuda.' in path or 'libamdhip' in path]\n"
+        "assert psutil.Process().num_threads() == threads\n"
+        "assert not fork_server._driver_is_open()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 def test_ranks_end_when_the_fork_server_is_killed_and_another_takes_its_place(server: ForkServer):
     rank = Forked(server)
     process = rank.system()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import pkgutil
 import signal
 import socket
 import struct
@@ -54,6 +55,14 @@ IMPORTED = (
     "turnout.models.decoder",
     "turnout.moe.backends.local.dispatcher",
 )
+IMPORTED_ON_GPU = (
+    "torch.distributed._symmetric_memory",
+    "turnout.attention.backends.triton.paged",
+    "turnout.moe.backends.hopper.runner",
+    "turnout.moe.backends.nvlink.dispatcher",
+    "turnout.moe.backends.nvlink.warmup",
+)
+KERNELS = ("attention", "common", "hopper", "nvlink")  # packages of GPU kernels
 IMPORTED_ON_CPU = (
     "turnout.kernels.cpu.attention",
     "turnout.kernels.cpu.route",
@@ -310,6 +319,8 @@ def _import_all() -> bool:
     has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
     for module in IMPORTED if has_gpu else IMPORTED + IMPORTED_ON_CPU:
         importlib.import_module(module)
+    if has_gpu:
+        import_for_gpus()
     declared.RUNNERS.values(), declared.DISPATCHERS.values()  # imports the declarations
     for architecture in ARCHITECTURES:
         ARCHITECTURES.get(architecture)
@@ -317,6 +328,19 @@ def _import_all() -> bool:
     gc.collect()
     gc.freeze()  # a collection in a copy would write to the memory that all share
     return can_fork
+
+
+def import_for_gpus() -> None:
+    """Import what ranks on GPUs need and read what Triton reads once: over a second of each of them."""
+    with suppress(ImportError):  # without Triton, of which the plan tells
+        from turnout.kernels.common.compilation import hash_compiler
+
+        hash_compiler()
+        for module in IMPORTED_ON_GPU:
+            importlib.import_module(module)
+        for package in (importlib.import_module(f"turnout.kernels.{name}") for name in KERNELS):
+            for found in pkgutil.iter_modules(package.__path__):
+                importlib.import_module(f"{package.__name__}.{found.name}")
 
 
 def _become_keeper(door: Connection) -> NoReturn:
@@ -352,12 +376,17 @@ def _become_spare(number: int, orders: socket.socket) -> NoReturn:
 
 
 def _open_gpu(number: int) -> None:
-    """As torch numbers them; nothing happens where there is none of that number."""
+    """As torch numbers them, and its library of products; nothing where there is none of that number."""
     import torch
 
     if number < torch.cuda.device_count():
         torch.cuda.set_device(number)
-        torch.empty(1, device="cuda")
+        x = torch.ones(16, 16, dtype=torch.bfloat16, device="cuda")
+        x @ x
+        torch.cuda.synchronize()
+        del x
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()  # what it waits with is another rank's memory
 
 
 def _become_rank(stdin: int, can_fork: bool, weights: int, door: int, spare: bool = False) -> NoReturn:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +38,17 @@ def test_what_kernels_would_have_written_is_zeros(name: str, inference: bool):
             del spoilt
             assert torch.equal(ALLOCATE[name](), torch.zeros(3, 5).to(ALLOCATE[name]().dtype))
         assert torch.equal(LIKE + 1, torch.full((3, 5), 8.0))
+
+
+def test_a_rehearsal_does_not_import_torchs_compiler():
+    code = (
+        "import sys, torch\n"
+        "from turnout.engine.step.rehearsal import Zeros\n"
+        "with Zeros():\n"
+        "    assert torch.equal(torch.empty(3), torch.zeros(3))\n"
+        "assert not {'torch._dynamo', 'torch._inductor'} & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 @pytest.mark.parametrize(

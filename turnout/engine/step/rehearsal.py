@@ -37,6 +37,10 @@ ALLOCATES = frozenset(
 class Zeros(TorchDispatchMode):
     """What is allocated is zeros."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as nothing is compiled here; torch would import its compiler, which takes seconds
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

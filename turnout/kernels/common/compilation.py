@@ -64,6 +64,14 @@ def can_record() -> bool:
     return PATCHED.contains(Version(__version__).base_version)
 
 
+def hash_compiler() -> None:
+    """Triton's own libraries, 400 MB, whose hash it then keeps: every kernel is filed under it."""
+    if can_record():
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+
+
 @contextmanager
 def recording() -> Iterator[dict[Record, None]]:
     """Calls of kernels launch nothing; those of kernels that are not compiled yet leave a record here."""
