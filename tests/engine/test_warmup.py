@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.engine.step.rerun import with_prefill_graphs
 from tests.engine.toy import ToyModel, engine_plan, make_core, request, run
 from tests.moe.build import make_plan, make_spec
 from turnout.config import Config
 from turnout.engine import chosen_sizes, warmup
 from turnout.engine.builder import build_engine
 from turnout.engine.core import EngineCore
-from turnout.engine.ranks.step_sync import StepSync
+from turnout.engine.ranks.step_sync import StepSync, SyncedStep
+from turnout.engine.scheduler.scheduler import Chunk
+from turnout.engine.step.cuda_graphs import Computed
 from turnout.engine.warmup import Tuner
 from turnout.models.interface import Step
 from turnout.moe.backends.flashinfer import autotune
@@ -95,6 +99,29 @@ def test_first_prompts_have_all_sizes_and_leave_nothing(most: int, context: int,
     while core.has_work():
         found += [token for output in core.step() for token in output.token_ids]
     assert found == ToyModel().greedy([3, 1, 4, 1, 5], 6, eos=False)
+
+
+@pytest.mark.parametrize("decoding", [[], [2], [2, 6]], ids=str)
+def test_first_prompts_go_the_ways_of_steps(decoding: list[int]):
+    """As graphs where these hold them, and eagerly where none does or where a step may decode as many."""
+    model = ToyModel()
+    core = make_core(model, num_pages=64, max_context=128, max_prefill_tokens=40, max_running_requests=6)
+    graphs = with_prefill_graphs(core, [4, 24])
+    if decoding:
+        core._forward.graphs = SimpleNamespace(sizes=decoding)
+    eagerly, compute = [], core._forward.eagerly
+
+    def noted(chunks: Sequence[Chunk], synced: SyncedStep) -> Computed:
+        eagerly.append(sum(chunk.length for chunk in chunks))
+        return compute(chunks, synced)
+
+    core._forward.eagerly = noted
+    with torch.inference_mode():
+        warmup.first_prompts(core.engine_plan, core._forward, model, core._scheduler.kv, None)
+    sizes = [*warmup.prompt_sizes(40), 2, 4, 6]
+    assert [count for _, count in graphs.steps] == [size for size in sizes if size <= 24]
+    decode = range(max(decoding, default=0) + 1, 7)
+    assert eagerly == [size for size in sizes if size > 24 or size in decode]
 
 
 class Machine(ToyModel):

@@ -164,7 +164,11 @@ def first_prompts(
     for done, lengths in enumerate(steps):
         if progress is not None:
             progress("compiling", done, len(steps))
-        _first_prompts(engine_plan, forward, model, kv, lengths, draw=not done, replay=True)
+        eagerly, as_graph = forward.ways(sum(lengths))
+        if eagerly:
+            _first_prompts(engine_plan, forward, model, kv, lengths, draw=not done)
+        if as_graph:
+            _first_prompts(engine_plan, forward, model, kv, lengths, draw=not done, as_graph=True)
     model.reset_counts()
 
 
@@ -176,15 +180,15 @@ def _first_prompts(
     lengths: Sequence[int],
     *,
     draw: bool = False,
-    replay: bool = False,
+    as_graph: bool = False,
 ) -> None:
-    """A step of prompts of these lengths. draw: also from what their logits allow. replay: also as a graph
-    computes it, if one does, where attention alone is launched."""
+    """A step of prompts of these lengths. draw: also from what their logits allow. as_graph: where attention
+    alone is launched."""
     config, size, chunks = engine_plan.config, sum(lengths), _prompts(engine_plan, lengths)
     for chunk in chunks:
         kv.admit(chunk.request, chunk.length, spare=0)
     synced = _alike(engine_plan, Phase.PREFILL, size)
-    computed = forward.eagerly(chunks, synced)
+    computed = forward(chunks, synced) if as_graph else forward.eagerly(chunks, synced)
     if config.drafts_by_layer:
         assert computed.step is not None, "a draft layer goes over the tokens of every step"
         cast(DraftingModel, model).draft(computed.step, computed.hidden_NH)
@@ -194,8 +198,6 @@ def _first_prompts(
         words = -(-logits_SV.shape[1] // 32)
         forbid(logits_SV, torch.full((len(logits_SV), words), -1, dtype=torch.int32).to(logits_SV.device))
         draw_ordered(logits_SV[:1].float(), [SamplingParams(temperature=1.0, top_p=0.5)], [0.5])
-    if replay and forward.prefill_graphs is not None:
-        forward(chunks, synced)
     for chunk in chunks:
         kv.release(chunk.request)
 

@@ -59,6 +59,7 @@ class Forward:
         self._drafts_by_layer = engine_plan.config.drafts_by_layer
         self._two_batches = engine_plan.plan.two_batches
         self._dp_rank = engine_plan.topology.dp_rank
+        self._most_decoding = engine_plan.config.max_running_requests * engine_plan.budget.tokens_per_request
         drawn = 0 if why_no_overlap(engine_plan) else engine_plan.config.max_running_requests
         self._drawn_R = torch.zeros(drawn, dtype=torch.int64, device=attention.device)
         self.graphs: DecodeGraphs | None = None
@@ -112,6 +113,14 @@ class Forward:
             step = self._whole_step(chunks, synced)
             return Computed(hidden_NH=self.prefill_graphs.run(step, size), step=step)
         return self.eagerly(chunks, synced)
+
+    def ways(self, tokens: int) -> tuple[bool, bool]:
+        """How steps of so many tokens may be computed: eagerly, and as graphs if they have prompt tokens."""
+        prefill, decode = self.prefill_graphs, self.graphs
+        if prefill is None or tokens > prefill.sizes[-1]:
+            return True, False
+        decodes_eagerly = tokens <= self._most_decoding and (decode is None or tokens > decode.sizes[-1])
+        return decodes_eagerly, True
 
     def eagerly(self, chunks: Sequence[Chunk], synced: SyncedStep) -> Computed:
         """As a call, without graphs; all ranks alike."""
