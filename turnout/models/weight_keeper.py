@@ -38,6 +38,7 @@ from turnout.parallel.groups import Groups
 T = TypeVar("T")
 
 OWN_BYTES = 1 << 16  # tensors of less memory are copied
+SEGMENT = 1 << 29  # bytes that the keeper takes of a GPU at a time: a rank maps segments, not parts
 ANSWER_SECONDS = 30.0  # to open a GPU takes the keeper some
 
 log = logging.getLogger(__name__)
@@ -66,10 +67,19 @@ class Block:
         """Raises RuntimeError."""
         if device.type == "cpu":
             return cls(UntypedStorage._new_using_fd_cpu(size), size)
+        _reserve(device, size)
         storage = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
         handle = storage._share_cuda_()
         _forget_counters(handle[4])
         return cls(storage, handle)
+
+
+def _reserve(device: torch.device, size: int) -> None:
+    """A segment that torch's allocator cuts blocks from, unless there is room for `size` in one."""
+    free = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if free < size < SEGMENT:
+        with suppress(torch.OutOfMemoryError):  # there may be room for the block alone
+            torch.empty(SEGMENT, dtype=torch.uint8, device=device)
 
 
 @dataclass(frozen=True)
