@@ -8,7 +8,8 @@
 
 `train --architecture glm4_moe_lite`, `qwen3_next` and `deepseek_v4` make small models of other kinds, which
 answer word problems alone: one with latent attention and a draft layer, one with layers of Gated DeltaNet,
-one with compressed attention, several residual streams and layers that route by token id.
+one with compressed attention, several residual streams and layers that route by token id. On several GPUs
+`torchrun --nproc-per-node 4 -m tools.train_demo train ...` divides every batch among as many ranks.
 
 Training has two phases. The first is plain bf16. In the second every layer draws at each step
 whether its experts run as NVFP4 (weights and activations), MXFP4 (weights) or bf16, so that the same
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -34,7 +36,7 @@ from torch.nn import functional as F
 from tools.command_line import parser_for
 from tools.demo import fakequant, measure
 from tools.demo.chat import END, PAD, prompt
-from tools.demo.data import IGNORE, LONGEST, Batch, batches
+from tools.demo.data import IGNORE, LONGEST, ROW, Batch, batches
 from tools.demo.dialogues import heldout
 from tools.demo.export import (
     ARCHITECTURES,
@@ -48,6 +50,7 @@ from tools.demo.export import (
 )
 from tools.demo.model import DemoModel, Output, Quantization, attention_within
 from tools.demo.optimizer import make_optimizers
+from tools.demo.ranks import Ranks
 from tools.demo.released_v4 import StreamModel, StreamShape
 from tools.demo.tokens import load_tokenizer, token_id, train_tokenizer
 from turnout import LLM, SamplingParams
@@ -71,7 +74,8 @@ class Trainer:
     def __init__(self, args: argparse.Namespace):
         check(args)
         self.args = args
-        self.device = torch.device(args.device)
+        self.ranks = Ranks.joined(args.device)
+        self.device = self.ranks.device
         cuda = self.device.type == "cuda"
         torch.manual_seed(args.seed)
         torch.set_float32_matmul_precision("high")
@@ -103,8 +107,10 @@ class Trainer:
     def run(self) -> None:
         args = self.args
         whole = isinstance(self.model, DemoModel)
-        row, seed = args.tokens if whole else LONGEST, f"{args.seed}/{self.steps}"
-        data = batches(args.tokenizer, args.tokens, seed, args.workers, row, problems_only=not whole)
+        ranks, seed, tokens = self.ranks, f"{args.seed}/{self.steps}", args.tokens // self.ranks.size
+        seed += f"/{ranks.rank}" if ranks.rank else ""
+        row = tokens if whole else ROW
+        data = batches(args.tokenizer, tokens, seed, args.workers, row, problems_only=not whole)
         self._warm_up(next(data))
         budget = 60 * args.minutes
         begun, seconds = self.progress, self.seconds
@@ -117,18 +123,18 @@ class Trainer:
             self.steps += 1
             now = time.perf_counter()
             self.seconds = seconds + now - start
-            self.progress = min(1.0, begun + (now - start) / budget)
+            self.progress = min(1.0, begun + ranks.first(now - start) / budget)
             if self.steps % args.log_every == 0:
                 self._record(quantized, loss, drafted, balance, norm)
             if now - saved > SAVE_EVERY_SECONDS:
                 self.save()
                 saved = now
         self.save()
+        ranks.leave()
 
     def save(self) -> dict:
-        """Write what a later run resumes from, in bf16, which is also what is shipped. Returns the record."""
-        self.args.out.mkdir(parents=True, exist_ok=True)
-        save_parameters(self.model, self.args.out, torch.bfloat16)
+        """Write what a later run resumes from, in bf16, which is also what is shipped; the first rank does.
+        Returns the record."""
         given = {k: str(v) if isinstance(v, Path) else v for k, v in vars(self.args).items() if k != "run"}
         record = {
             "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
@@ -136,6 +142,7 @@ class Trainer:
             "shape": asdict(self.model.shape),
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "steps": self.steps,
+            "ranks": self.ranks.size,
             "tokens": self.steps * self.args.tokens,
             "seconds": round(self.seconds, 1),
             "progress": self.progress,
@@ -144,7 +151,10 @@ class Trainer:
             "heldout": {},
             "log": self.log,
         }
-        (self.args.out / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        if self.ranks.rank == 0:
+            self.args.out.mkdir(parents=True, exist_ok=True)
+            save_parameters(self.model, self.args.out, torch.bfloat16)
+            write_json(self.args.out / "training.json", record)
         return record
 
     def _warm_up(self, batch: Batch) -> None:
@@ -160,14 +170,15 @@ class Trainer:
     def _step(self, batch: Batch, quantized: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         loss, drafted, out = self.loss(batch, self._draw_formats() if quantized else None)
         (loss + DRAFT_WEIGHT * drafted + BALANCE_WEIGHT * out.balance).backward()
+        self.ranks.share_gradients(self.model.parameters())
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         for optimizer in self.optimizers:
             optimizer.step()
         self.model.zero_grad(set_to_none=True)
         # The largest magnitudes seen lately; forgotten slowly, as weights move on.
-        self.amax = torch.maximum(out.amax, 0.999 * self.amax)
+        self.amax = torch.maximum(self.ranks.largest(out.amax), 0.999 * self.amax)
         if out.load is not None and not isinstance(self.model, DemoModel):
-            self.model.even_out(out.load)
+            self.model.even_out(self.ranks.mean(out.load))
         return loss.detach(), drafted.detach(), out.balance.detach(), norm
 
     def _loss(self, batch: Batch, quant: Quantization | None) -> tuple[Tensor, Tensor, Output]:
@@ -215,13 +226,18 @@ class Trainer:
             "tokens_per_second": round(self.steps * self.args.tokens / max(self.seconds, 1e-9)),
         }
         self.log.append(row)
-        print(json.dumps(row), flush=True)
+        if self.ranks.rank == 0:
+            print(json.dumps(row), flush=True)
 
 
 def check(args: argparse.Namespace) -> None:
     """Raise SystemExit for sizes that would be cut to others, or that an architecture does not have."""
-    if args.architecture != "qwen3_moe" and args.tokens % LONGEST:
-        raise SystemExit(f"--tokens {args.tokens}: {args.architecture} learns in rows of {LONGEST} tokens")
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    row = 1 if args.architecture == "qwen3_moe" else ROW
+    if args.tokens % (row * ranks):
+        raise SystemExit(
+            f"--tokens {args.tokens}: {args.architecture} learns in rows of {row} tokens, on {ranks} ranks"
+        )
     kinds = len(StreamShape.rates)
     if args.architecture == "deepseek_v4" and (args.layers or kinds) > kinds:
         raise SystemExit(f"--layers {args.layers}: deepseek_v4 has kinds of attention for {kinds}")
@@ -232,6 +248,8 @@ def check(args: argparse.Namespace) -> None:
 def train(args: argparse.Namespace) -> None:
     trainer = Trainer(args)
     trainer.run()
+    if trainer.ranks.rank:
+        return
     record = trainer.save()
     model = trainer.model.eval()
     with torch.no_grad():
@@ -349,7 +367,7 @@ def main() -> None:
     )
     verb.add_argument("--rate", type=float, default=3e-3)
     verb.add_argument("--weight-decay", type=float, default=0.1)
-    verb.add_argument("--tokens", type=int, default=65536, help="per step")
+    verb.add_argument("--tokens", type=int, default=65536, help="per step, of all ranks")
     verb.add_argument("--architecture", choices=tuple(ARCHITECTURES), default="qwen3_moe")
     verb.add_argument("--layers", type=int, help="where not as many as the architecture has")
     verb.add_argument("--experts", type=int, help="likewise")

@@ -172,7 +172,7 @@ def test_released_checkpoints_are_what_was_trained_here_and_in_transformers(rele
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ({"architecture": "qwen3_next", "tokens": 1500}, "rows of 1024 tokens"),
+        ({"architecture": "qwen3_next", "tokens": 1500}, "rows of 512 tokens, on 1 ranks"),
         ({"architecture": "deepseek_v4", "layers": 7}, "kinds of attention for 6"),
     ],
 )
@@ -241,7 +241,7 @@ def test_the_draft_layer_is_what_transformers_makes_of_it(released):
 
 @torch.inference_mode()
 def test_documents_and_rows_of_released_models_do_not_see_each_other(released, monkeypatch):
-    monkeypatch.setattr("tools.demo.released.LONGEST", 100)
+    monkeypatch.setattr("tools.demo.released.ROW", 100)
     model, _ = released
     ids = torch.randint(0, 96, (200,), generator=torch.Generator().manual_seed(2))
     start = torch.tensor([0] * 70 + [70] * 30 + [100] * 100)
@@ -254,7 +254,7 @@ def test_documents_and_rows_of_released_models_do_not_see_each_other(released, m
 
 @pytest.mark.more
 def test_a_few_steps_of_training_lower_the_loss_of_every_part(released, monkeypatch):
-    monkeypatch.setattr("tools.demo.released.LONGEST", 128)
+    monkeypatch.setattr("tools.demo.released.ROW", 128)
     model = type(released[0])(released[0].shape, torch.float32)
     ids = torch.arange(256) * 7 % 96
     batch = batch_of(ids, torch.arange(256) // 128 * 128)

@@ -19,6 +19,7 @@ from .tokens import load_tokenizer
 
 IGNORE = -100
 LONGEST = 1024  # tokens of one conversation; longer ones are left out
+ROW = 512  # tokens of a row of word problems, of which the longest has 315
 SHORTEST = 24  # sizes `starts`, so that batches have one shape and are compiled once
 
 
@@ -65,7 +66,7 @@ class Conversations(IterableDataset):
         size = 0
         for document in self._documents(f"{self.seed}/{worker}"):
             length = sum(len(ids) for ids, _ in document)
-            if length > LONGEST:
+            if length > min(LONGEST, self.row):
                 continue
             held.append(document)
             size += length

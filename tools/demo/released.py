@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .data import LONGEST, Batch
+from .data import ROW, Batch
 from .model import (
     Output,
     Quantization,
@@ -512,11 +512,11 @@ class ReleasedModel(nn.Module):
 
 def rows_of(ids: Tensor) -> int:
     """How many rows the tokens of a batch are laid out in."""
-    return max(1, len(ids) // LONGEST)
+    return max(1, len(ids) // ROW)
 
 
 def _attend(context: Context, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attention_within(context.start, context.starts, LONGEST)(0, q, k, v)
+    return attention_within(context.start, context.starts, ROW)(0, q, k, v)
 
 
 def _rotate_pairs(x: Tensor, cos_sin: Tensor) -> Tensor:
