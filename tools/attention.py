@@ -118,7 +118,12 @@ def cases() -> list[Case]:
 class Bench:
     """A case on a device: caches and queries of as many layers as exceed the cache of a GPU together."""
 
-    def __init__(self, case: Case, device: torch.device, dtype: torch.dtype, seed: int = 0):
+    def __init__(
+        self, case: Case, device: torch.device, dtype: torch.dtype, seed: int = 0, max_context: int = 0
+    ):
+        """max_context: contexts that decode are cut as where they may be so long."""
+        from turnout.kernels.attention import decode  # with Triton, which is told by now where it runs
+
         self.case, self.device = case, device
         spec, pages = case.spec, -(-case.end // case.page_size)
         rows = case.requests * case.length
@@ -132,6 +137,11 @@ class Bench:
             group, num_pages=case.requests * pages, page_size=case.page_size, max_running=case.requests,
             max_context=case.end, device=device, dtype=dtype,
             chosen=Chosen(backend="triton", prompts="triton"),
+        )  # fmt: skip
+        longest = max(case.end, max_context)
+        self.cut = decode.cut_of(
+            case.requests, spec.num_kv_heads, spec.head_dim, itemsize, longest, spec.window,
+            self.paged.processors,
         )  # fmt: skip
         torch.manual_seed(seed)
         self.paged.cache.normal_()
@@ -159,6 +169,7 @@ class Bench:
         if name == "triton":
             parts = (self.chunks, []) if decodes else ([], self.chunks)
             step = StepAttention(self.paged, *parts)
+            step._cut = self.cut
             return lambda layer: step.attend(layer, self.q[layer], self.sinks_H, self.out)
         if PACKAGE.lacking() or self.device.type != "cuda":
             return PACKAGE.lacking() or "runs on GPUs"
@@ -256,11 +267,14 @@ def main() -> None:
         type=int,
         help="tokens that our kernel decodes at a time; default: as in the engine",
     )
+    parser.add_argument(
+        "--max-context",
+        type=int,
+        default=0,
+        help="contexts that decode are cut as where they may be so long; default: as where none is longer",
+    )
     options = parser.parse_args()
     device = device_of(options)
-    from turnout.kernels.attention import decode  # with Triton, which is told by now where it runs
-
-    blocks = options.decode_blocks or [decode.BLOCK]
     chosen = (
         case.within(options.requests, options.tokens, options.attention_tp)
         for case in cases()
@@ -268,11 +282,14 @@ def main() -> None:
     )
     rows = []
     for case in dict.fromkeys(chosen):
-        bench = Bench(case, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        bench = Bench(case, device, dtype, max_context=options.max_context)
         for name in options.peers:
-            ours = name == "triton" and case.length == 1
-            for decode.BLOCK in blocks if ours else blocks[:1]:
-                rows.append(measure(bench, name) | ({"decode_block": decode.BLOCK} if ours else {}))
+            ours, cut = name == "triton" and case.length == 1, bench.cut
+            for block in options.decode_blocks or [cut.block] if ours else [cut.block]:
+                bench.cut = cut._replace(block=block)
+                used = {"decode_block": block, "splits": cut.splits} if ours else {}
+                rows.append(measure(bench, name) | used)
                 print(line(rows[-1]), flush=True)
         del bench
     keep("attention", rows, options)

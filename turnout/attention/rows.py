@@ -7,11 +7,16 @@ Legend: N tokens, P pages of the widest context, Hq/Hkv query/KV heads, D head s
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from turnout.attention.interface import Attention
 from turnout.attention.paged import PagedAttention
+
+if TYPE_CHECKING:
+    from turnout.kernels.attention.decode import Cut
 
 
 class StoredAttention(Attention):
@@ -31,14 +36,18 @@ class StoredAttention(Attention):
         return self._paged.layer_cache(layer), self._slots_N
 
 
-def spans(paged: PagedAttention, rows: int) -> int:
-    """Into how many the kernel cuts contexts: by what these may become, not by what they are, since each
-    number is a kernel of its own."""
+def cut_of(paged: PagedAttention, rows: int) -> Cut:
+    """How the kernel cuts contexts: by what these may become, not by what they are, since each cut is a
+    kernel of its own."""
     from turnout.kernels.attention import decode
 
+    head_dim, itemsize = paged.spec.head_dim, paged.cache.element_size()
+    if paged.fixed_spans:
+        return decode.Cut(paged.fixed_spans, decode.block_of(head_dim, itemsize))
     longest = paged.table.shape[1] * paged.page_size
-    longest = min(longest, paged.spec.window or longest)
-    return paged.fixed_spans or decode.spans(rows, paged.cache.shape[1], longest, paged.processors)
+    return decode.cut_of(
+        rows, paged.cache.shape[1], head_dim, itemsize, longest, paged.spec.window, paged.processors
+    )
 
 
 class RowAttention(StoredAttention):
@@ -48,7 +57,7 @@ class RowAttention(StoredAttention):
         """slots, table, ends: int64; an end of 0 makes a row padding, which attends to nothing."""
         super().__init__(paged, slots_N)
         self._table_NP, self._ends_N = table_NP, ends_N
-        self._splits = spans(paged, len(slots_N))
+        self._cut = cut_of(paged, len(slots_N))
 
     def attend(
         self, layer: int, q_NHD: Tensor, sinks_H: Tensor | None = None, out_NHD: Tensor | None = None
@@ -61,7 +70,7 @@ class RowAttention(StoredAttention):
             self._table_NP,
             self._ends_N,
             page_size=self._paged.page_size,
-            splits=self._splits,
+            cut=self._cut,
             scale=self._paged.spec.scale,
             window=self._paged.spec.window,
             sinks_H=sinks_H,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from tests.kernels import interpreter
 from turnout.kernels.attention import prefill
-from turnout.kernels.attention.decode import attend
+from turnout.kernels.attention.decode import BLOCK, WIDE, Cut, attend
 from turnout.kernels.common.row_gemm import linear
 from turnout.kernels.common.split_gemm import multiply_part
 
@@ -29,10 +29,10 @@ def shares(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
 
 
 def error(
-    ends: list[int], *, heads=(4, 2), size=16, page=16, splits=1, window=0, sinks=False, scale=0.3
+    ends: list[int], *, heads=(4, 2), size=16, page=16, splits=1, block=BLOCK, window=0, sinks=False
 ) -> float:
     """The largest difference from a softmax written out; every slot that no row sees is NaN."""
-    draw = torch.Generator().manual_seed(len(ends))
+    draw, scale = torch.Generator().manual_seed(len(ends)), 0.3
     (Hq, Hkv), P = heads, 1 + -(-max(ends) // page)
     B = len(ends)
     pages = torch.randperm(B * P, generator=draw).view(B, P)
@@ -48,8 +48,8 @@ def error(
         scores = torch.einsum("hd,hld->hl", q[b].float(), k) * scale
         wanted[b] = torch.einsum("hl,hld->hd", shares(scores, logits), v) if end else 0
     cache[:, ~used] = torch.nan
-    rest = {"page_size": page, "splits": splits, "scale": scale, "window": window, "sinks_H": logits}
-    found = attend(q, cache, pages, torch.tensor(ends), **rest)
+    rest = {"page_size": page, "scale": scale, "window": window, "sinks_H": logits}
+    found = attend(q, cache, pages, torch.tensor(ends), cut=Cut(splits, block), **rest)
     return float((found.float() - wanted).abs().max())
 
 
@@ -106,6 +106,14 @@ results["short"] = error([1, 5, 17]) < 1e-5
 results["pages"] = error([130, 64, 65, 200]) < 1e-5
 results["splits"] = error([300, 7, 129], splits=4) < 1e-5
 results["many-splits"] = error([300, 7], size=64, splits=128) < 1e-5
+results["wide"] = all(
+    error([1, 127, 128, 129, 0, 300], heads=heads, size=size, page=page, splits=splits, block=WIDE) < 1e-5
+    for heads, size, page, splits in (((8, 1), 64, 16, 1), ((4, 2), 128, 1, 2), ((4, 2), 64, 128, 4))
+)
+results["wide-window-sinks"] = all(
+    error([1, 5, 129, 300], heads=(8, 1), size=64, sinks=True, block=WIDE, **cut) < 1e-5
+    for cut in ({"splits": 1}, {"splits": 4}, {"window": 128}, {"splits": 2, "window": 100})
+)
 results["padding"] = error([40, 0, 3, 0], splits=2) < 1e-5
 results["odd-heads"] = error([90, 33], heads=(6, 2), size=24, page=4) < 1e-5
 results["one-kv-head"] = error([70], heads=(20, 1), size=32) < 1e-5

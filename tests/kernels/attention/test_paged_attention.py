@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections import defaultdict
+from itertools import product
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.kernels import interpreted
+from tests.kernels.compiled import compiled, machine_code
+from turnout.attention.capability import Chosen
+from turnout.moe.backends.hopper.tile_config import SHARED_BYTES
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +30,8 @@ def results() -> dict[str, bool]:
         "pages",
         "splits",
         "many-splits",
+        "wide",
+        "wide-window-sinks",
         "padding",
         "odd-heads",
         "one-kv-head",
@@ -43,19 +54,105 @@ def test_interpreted(results: dict[str, bool], case: str):
     assert results[case]
 
 
+@pytest.mark.parametrize("processors", [78, 108, 114, 132])
+def test_first_prompts_decode_by_every_cut(processors: int):
+    """As many tokens as powers of two, and the most, are decoded first (engine/warmup.py): no number of
+    requests below has spans or tokens at a time of its own."""
+    from turnout.kernels.attention.decode import cut_of
+
+    for heads, size, window, context in product(
+        range(1, 17), (64, 128, 256), (0, 128, 4096), (300, 1000, 2048, 40960)
+    ):
+        cuts = [cut_of(B, heads, size, 2, context, window, processors) for B in range(1, 301)]
+        for most in (1, 7, 22, 25, 40, 64, 300):
+            first = {cuts[B - 1] for B in range(1, most + 1) if B & (B - 1) == 0} | {cuts[most - 1]}
+            assert set(cuts[:most]) == first, (heads, size, window, context, most)
+
+
+RESULTS = Path(__file__).parents[3] / "benchmarks/results"
+BLOCKS = RESULTS / "attention-decode-blocks-nvidia-h200-2026-11-27.json"
+BEFORE = RESULTS / "attention-nvidia-h200-2026-11-26.json"  # all of them by 64 tokens
+LOAD = ("requests", "kv_heads", "head_dim", "context", "window", "page_size", "sinks")
+
+
+def test_contexts_are_read_by_as_many_tokens_as_took_less():
+    """Of 64 tokens and 128. One request with sinks and without reads the same, yet took 2 us more or less."""
+    from turnout.kernels.attention.decode import cut_of
+
+    took: dict[tuple, dict[int, float]] = defaultdict(dict)
+    for file, block in ((BEFORE, 64), (BLOCKS, 0)):
+        for row in json.loads(file.read_text())["rows"]:
+            if row["peer"] == "triton" and row["tokens"] == 1 and row["head_dim"] < 256:
+                took[tuple(row[x] for x in LOAD)][block or row["decode_block"]] = row["us"]
+    assert len(took) == 22
+    for load, us in took.items():
+        B, heads, size, _, window, *_ = load
+        assert us.keys() >= {64, 128}
+        cut = cut_of(B, heads, size, 2, 40960, window, 132)
+        assert us[cut.block] <= 1.02 * min(us.values()) + (2 if B == 1 else 0), load
+
+
+def test_contexts_are_cut_by_nothing_of_the_batch_where_results_may_not_depend_on_it():
+    from turnout.attention.kinds import AttentionSpec, CacheGroup
+    from turnout.attention.paged import paged_attention
+    from turnout.attention.rows import cut_of
+
+    spec = AttentionSpec.full(num_heads=8, num_kv_heads=4, head_dim=128)
+    sizes = {"num_pages": 4096, "page_size": 16, "max_running": 64, "max_context": 8192}
+    chosen = Chosen(backend="triton", prompts="triton")
+    cuts = []
+    for fixed in (0, 8):
+        paged = paged_attention(
+            CacheGroup(layers=(0,), spec=spec, sharing=()), **sizes, device=torch.device("cpu"),
+            dtype=torch.bfloat16, fixed_spans=fixed, chosen=chosen,
+        )  # fmt: skip
+        paged.processors = 132
+        cuts.append({cut_of(paged, rows) for rows in range(1, 65)})
+    assert {cut.block for cut in cuts[0]} == {64, 128}
+    assert cuts[1] == {(8, 64)}
+
+
+@pytest.mark.parametrize(("size", "block"), [(64, 128), (128, 64), (128, 128)])
+@pytest.mark.parametrize(("one", "window"), [(True, 128), (False, 0)])
+def test_it_compiles_for_hopper_and_spills_nothing(
+    size: int, block: int, one: bool, window: int, tmp_path: Path
+):
+    """A multiprocessor holds as many programs as `cut_of` counts on: four, and two of 128 values by 128
+    tokens."""
+    from turnout.kernels.attention.decode import attend_span
+
+    constants = {
+        "G": 8, "GP": 16, "D": size, "DP": size, "PAGE": 16, "TOKENS": block, "WINDOW": window, "ONE": one,
+        "SINKS": one, "PDL": True,
+    }  # fmt: skip
+    types = {"q_ptr": "*bf16", "cache_ptr": "*bf16", "table_ptr": "*i64", "ends_ptr": "*i64"}
+    types["partial_ptr"] = "*bf16" if one else "*fp32"
+    done = compiled(attend_span, constants, warps=4, multiples=("head_stride",), **types)
+    _, used = machine_code(done, tmp_path)
+    assert "STACK:0 " in used
+    registers = re.search(r"REG:(\d+)", used)
+    assert registers
+    held = 2 if size * block == 128 * 128 else 4
+    assert held * 128 * (-(-int(registers[1]) // 8) * 8) <= 65536
+    assert held * done.metadata.shared <= SHARED_BYTES
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("splits", [1, 8])
-def test_on_a_gpu(dtype: torch.dtype, splits: int):
-    from turnout.kernels.attention.decode import attend
+@pytest.mark.parametrize(("D", "block"), [(128, 64), (128, 128), (64, 64), (64, 128)])
+def test_on_a_gpu(dtype: torch.dtype, splits: int, D: int, block: int):
+    from turnout.kernels.attention.decode import Cut, attend
 
+    if dtype == torch.float32 and block == 128:
+        pytest.skip("no model computes so")
     torch.manual_seed(0)
-    ends, Hq, Hkv, D, page = torch.tensor([1, 0, 4000, 777, 16]), 32, 4, 128, 16
+    ends, Hq, Hkv, page = torch.tensor([1, 0, 4000, 777, 16]), 32, 4, 16
     pages = torch.randperm(5 * 256).view(5, 256)
     q = torch.randn(5, Hq, D).to(dtype)
     cache = torch.randn(Hkv, 5 * 256 * page, 2, D).to(dtype)
     given = (t.cuda() for t in (q, cache, pages, ends))
-    found = attend(*given, page_size=page, splits=splits, scale=D**-0.5).cpu()
+    found = attend(*given, page_size=page, cut=Cut(splits, block), scale=D**-0.5).cpu()
     for b, end in enumerate(ends.tolist()):
         slots = (pages[b, :, None] * page + torch.arange(page)).flatten()[:end]
         k, v = (x.double().repeat_interleave(Hq // Hkv, 0) for x in cache[:, slots].unbind(2))

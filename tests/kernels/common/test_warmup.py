@@ -296,8 +296,11 @@ def row_attention(size: int) -> None:
     size = min(size, RUNNING)
     table, ends = torch.zeros(size, 40, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
     for processors in (132, 78):
-        splits = decode.spans(size, HKV, 4096, processors)
-        decode.attend(b16(size, HQ, D), CACHE, table, ends, page_size=PAGE, splits=splits, scale=0.1)
+        for kv, dim in ((4, 128), (3, 128), (8, 64)):
+            cache = b16(kv, 64 * PAGE, 2, dim)
+            cut = decode.cut_of(size, kv, dim, 2, 4096, 0, processors)
+            decode.attend(b16(size, 8 * kv, dim), cache, table, ends, page_size=PAGE, cut=cut, scale=0.1)
+        splits = decode.cut_of(size, HKV, D, 2, 4096, 0, processors).splits
         sizes = {"latent_dim": 512, "page_size": PAGE, "splits": splits, "scale": 0.1}
         latent.attend(b16(size, 16, 576), LATENTS, table, ends, **sizes)
     with patch.object(latent, "can_specialise", lambda *_: True):
@@ -314,8 +317,9 @@ def windowed_attention(size: int) -> None:
     prefill.attend(q, CACHE, tiles, pages, torch.empty_like(q), **some)
     size = min(size, RUNNING)
     table, ends = torch.zeros(size, 40, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
-    splits = decode.spans(size, HKV, 128, 132)
-    decode.attend(b16(size, HQ, D), CACHE, table, ends, splits=splits, **some)
+    for kv, dim in ((HKV, D), (8, 64)):
+        cut, cache = decode.cut_of(size, kv, dim, 2, 4096, 128, 132), b16(kv, 64 * PAGE, 2, dim)
+        decode.attend(b16(size, HQ, dim), cache, table, ends, cut=cut, **some)
 
 
 def chosen_attention(size: int) -> None:

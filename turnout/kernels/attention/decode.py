@@ -13,6 +13,7 @@ DP its power of two, S slots of the cache, P pages of a row of the table, N spli
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,7 +23,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.common.dependent import launches_early
 
-BLOCK = 64  # tokens of a context at a time
+BLOCK, WIDE = 64, 128  # tokens of a context at a time; see `block_of` and `cut_of`
+FEW = 2, 4  # spans; see `cut_of`
 ROWS = 256  # of one launch: bounds the spans' partial results
 JOINED = 4096  # values that a program joins: few requests are cut into many spans, and have few programs
 
@@ -124,12 +126,40 @@ def join_spans(
     tl.store(out_ptr + row * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
-def spans(batch: int, num_kv_heads: int, max_context: int, processors: int) -> int:
-    """How many spans to cut contexts into: a power of two that gives every processor two programs, where
-    contexts can be that long."""
-    wanted = max(1, 2 * processors // (batch * num_kv_heads))
-    most = max(1, max_context // (4 * BLOCK))
-    return 1 << (min(wanted, most, 64).bit_length() - 1)
+class Cut(NamedTuple):
+    """Of contexts: into so many spans, of which a program reads `block` tokens at a time."""
+
+    splits: int
+    block: int
+
+
+def block_of(head_dim: int, itemsize: int) -> int:
+    """Tokens at a time, whatever the batch. With heads of 64 values 128 requests of 1,024 tokens took 0.80
+    of the time by WIDE on an H200, and 16 of 8,192 took 0.56 (docs/notes/attention.md)."""
+    return WIDE if head_dim == 64 and itemsize == 2 else BLOCK
+
+
+def cut_of(
+    batch: int,
+    num_kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    max_context: int,
+    window: int,
+    processors: int,
+) -> Cut:
+    """Into as many spans, a power of two, as give every processor two programs, where contexts can be that
+    long.
+
+    With heads of 128 values a multiprocessor holds two programs of WIDE, and four of BLOCK. So 16 requests
+    with four KV heads, in four spans, took 0.74 of the time by WIDE at 8,192 tokens and 0.89 at 1,024; one
+    took 1.36 and 128, in one span, 1.06. Windows have not been measured so."""
+    pairs, block = batch * num_kv_heads, block_of(head_dim, itemsize)
+    wanted = 1 << (max(1, 2 * processors // pairs).bit_length() - 1)
+    if head_dim == 128 and itemsize == 2 and not window and wanted in FEW:
+        block = WIDE
+    most = max(1, min(max_context, window or max_context) // (4 * block))
+    return Cut(1 << (min(wanted, most, 64).bit_length() - 1), block)
 
 
 def attend(
@@ -139,7 +169,7 @@ def attend(
     ends_B: Tensor,
     *,
     page_size: int,
-    splits: int,
+    cut: Cut,
     scale: float,
     window: int = 0,
     sinks_H: Tensor | None = None,
@@ -147,9 +177,10 @@ def attend(
 ) -> Tensor:
     """[B, Hq, D] in q's dtype: each row attends to the first ends[b] tokens of its pages.
 
-    scale: of scores. window: to the last so many of them only; 0: to all. sinks: float32 [Hq], contiguous.
-    q contiguous; cache [Hkv, S, 2, D] with contiguous slots; table int32 or int64 [B, P], contiguous; ends
-    int32 or int64 [B], 0 for a row that is padding: it gives 0. out: contiguous, to be filled and returned.
+    cut: of contexts, see `cut_of`. scale: of scores. window: to the last so many of them only; 0: to all.
+    sinks: float32 [Hq], contiguous. q contiguous; cache [Hkv, S, 2, D] with contiguous slots; table int32 or
+    int64 [B, P], contiguous; ends int32 or int64 [B], 0 for a row that is padding: it gives 0. out:
+    contiguous, to be filled and returned.
     """
     B, Hq, D = q_BHD.shape
     out_BHD = torch.empty_like(q_BHD) if out_BHD is None else out_BHD
@@ -157,22 +188,14 @@ def attend(
         split = (x.split(ROWS) for x in (q_BHD, table_BP, ends_B, out_BHD))
         for q, table, ends, out in zip(*split, strict=True):
             attend(
-                q,
-                cache_HS2D,
-                table,
-                ends,
-                page_size=page_size,
-                splits=splits,
-                scale=scale,
-                window=window,
-                sinks_H=sinks_H,
-                out_BHD=out,
-            )
+                q, cache_HS2D, table, ends, page_size=page_size, cut=cut, scale=scale, window=window,
+                sinks_H=sinks_H, out_BHD=out,
+            )  # fmt: skip
         return out_BHD
     if not B:
         return out_BHD
     Hkv = len(cache_HS2D)
-    G, DP = Hq // Hkv, max(16, triton.next_power_of_2(D))
+    G, DP, splits = Hq // Hkv, max(16, triton.next_power_of_2(D)), cut.splits
     early = launches_early(q_BHD.device)
     sinks = q_BHD if sinks_H is None else sinks_H
     partial, lse = out_BHD, out_BHD
@@ -182,7 +205,7 @@ def attend(
     attend_span[(B, Hkv, splits)](
         q_BHD, cache_HS2D, table_BP, ends_B, sinks, partial, lse,
         scale * math.log2(math.e), cache_HS2D.stride(0), table_BP.shape[1], Hkv, splits,
-        G, max(16, triton.next_power_of_2(G)), D, DP, page_size, BLOCK, window, splits == 1,
+        G, max(16, triton.next_power_of_2(G)), D, DP, page_size, cut.block, window, splits == 1,
         sinks_H is not None and splits == 1, early, launch_pdl=early,
     )  # fmt: skip
     if splits > 1:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from turnout.attention.interface import Attention, Chunk
 from turnout.attention.paged import PagedAttention, to_device
-from turnout.attention.rows import RowAttention, StoredAttention, spans
+from turnout.attention.rows import RowAttention, StoredAttention, cut_of
 from turnout.registry import ATTENTION_BACKENDS, load
 
 
@@ -54,7 +54,7 @@ class StepAttention(StoredAttention):
         super().__init__(paged, slots_N)
         self._ends_M = self.places_N[: self._num_decoding] + 1
         self._table_MP = self._table_BP[owners_N[: self._num_decoding]]
-        self._splits = spans(paged, max(1, self._num_decoding))
+        self._cut = cut_of(paged, max(1, self._num_decoding))
 
     def attend(
         self, layer: int, q_NHD: Tensor, sinks_H: Tensor | None = None, out_NHD: Tensor | None = None
@@ -72,7 +72,7 @@ class StepAttention(StoredAttention):
             self._table_MP,
             self._ends_M,
             page_size=page_size,
-            splits=self._splits,
+            cut=self._cut,
             scale=scale,
             window=window,
             sinks_H=sinks_H,
