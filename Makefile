@@ -13,6 +13,9 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) torch
 	$(INSTALL) -e .
+	touch $@
+
+$(VENV)/.kernels: $(VENV)/.base
 	$(BIN)/python -m turnout.kernels.cpu
 	touch $@
 
@@ -25,17 +28,17 @@ $(VENV)/.lint: $(VENV)/.test
 	$(INSTALL) -e '.[lint]'
 	touch $@
 
-demo: $(VENV)/.base
+demo: $(VENV)/.kernels
 	@$(BIN)/python -m turnout.evals.demo
 
-test: $(VENV)/.test
+test: $(VENV)/.test $(VENV)/.kernels
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25
 
 $(VENV)/.more: $(VENV)/.test
 	$(INSTALL) -e '.[test,more]'
 	touch $@
 
-test-more: $(VENV)/.more  ## what takes minutes: installing as the images do, building the wheel, Ray
+test-more: $(VENV)/.more $(VENV)/.kernels  ## what takes minutes: installing as the images do, building the wheel, Ray
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m more -n 2 --dist loadfile --no-loadscope-reorder --durations=25
 
 test-gpu:  ## on a machine with GPUs, with whatever python holds torch; JUNIT=FILE.xml keeps outcomes, for tools.gpu_tests
@@ -44,7 +47,7 @@ test-gpu:  ## on a machine with GPUs, with whatever python holds torch; JUNIT=FI
 lint: $(VENV)/.lint
 	$(BIN)/pre-commit run --all-files
 
-bench: $(VENV)/.test
+bench: $(VENV)/.test $(VENV)/.kernels
 	$(BIN)/python -m tools.bench_cpu $(ARGS)
 
 clean:
