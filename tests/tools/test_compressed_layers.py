@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tools.compressed_layers import CUTS, HIDDEN, KINDS
+from turnout.engine.warmup import prompt_sizes
 from turnout.kernels.attention import compressed
 from turnout.kernels.common import streams
 
@@ -27,14 +28,14 @@ def measured() -> dict[tuple[str, int], dict[str, float]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_has_the_tiles_that_took_less(kind: str, measured: dict[tuple[str, int], dict[str, float]]):
-    cases = [(kind, rows, True) for rows in (1, 8, 32, 64, 128)] + [(f"prompt {kind}", 1024, False)]
+    cases = [(kind, rows, True) for rows in (1, 2, 4, 8, 32, 64, 128)] + [(f"prompt {kind}", 1024, False)]
     for what, rows, decoding in cases:
         took = measured[what, rows]
         chosen = took[WAYS[compressed.tiles_for(rows, decoding=decoding)]]
-        assert chosen <= 1.02 * min(took[way] for way in WAYS.values())
+        assert chosen <= (1.04 if rows == 2 else 1.02) * min(took[way] for way in WAYS.values())
 
 
-@pytest.mark.parametrize("rows", [32, 128])
+@pytest.mark.parametrize("rows", [32, 64, 128])
 def test_connections_are_cut_as_took_least(rows: int, measured: dict[tuple[str, int], dict[str, float]]):
     """One cut serves what adds one part and what adds two."""
     of_one, of_two = (measured[f"connection of {parts} parts", rows] for parts in (1, 2))
@@ -44,11 +45,11 @@ def test_connections_are_cut_as_took_least(rows: int, measured: dict[tuple[str, 
 
 
 def test_kernels_change_where_first_prompts_have_both():
-    """At powers of two; blocks are no more than there are."""
+    """Whatever the most tokens of a step are; blocks are no more than there are."""
     cuts = [streams.cut_of(rows, HIDDEN) for rows in range(1, 2049)]
     tiles = [compressed.tiles_for(rows, decoding=True) for rows in range(1, 2049)]
     for chosen in (cuts, tiles):
-        changes = [rows + 2 for rows in range(2047) if chosen[rows] != chosen[rows + 1]]
-        assert changes
-        assert all((rows & (rows - 1)) == 0 or ((rows - 1) & (rows - 2)) == 0 for rows in changes)
+        assert len(set(chosen)) > 1
+        for most in range(1, 2049):
+            assert {chosen[size - 1] for size in prompt_sizes(most)} == set(chosen[:most])
     assert streams.cut_of(40, 64).blocks == 1

@@ -52,6 +52,8 @@ kernels.MANY = kernels.SOME = 1  # of as many tokens, programs have more columns
 results["many"] = connects(3, 1100, 1)
 kernels.cut_of = lambda tokens, hidden: kernels.Cut(4, 2, 4, 4)
 results["cut"] = connects(19, 1100, 3) and connects(3, 64, 0)
+kernels.cut_of = lambda tokens, hidden: kernels.Cut(2, 2)
+results["cut"] &= connects(19, 1100, 2)
 kernels.cut_of = cut_of
 results["embedding"] = connects(2, 64, 0, embedding=True)
 results["none"] = connects(0, 64, 1)

@@ -28,12 +28,13 @@ MADE_OF = 16  # tokens that an entry is made of, at a time
 PLAIN = Tiles(tokens=32, stages=3, shortest=64, narrow=True, parts=4)
 # Of compressed_specialised.py; see `can_specialise`.
 SPECIALISED = Tiles(64, 64, 12, 2, 1, shortest=128, narrow=True, parts=4, specialised=True)
-MANY = 8  # rows that decode; see `tiles_for`
+MANY = 4  # rows that decode; see `tiles_for`
 
 
 def tiles_for(rows: int, *, decoding: bool) -> Tiles:
-    """Where both are possible. 8 rows that decode took SPECIALISED 0.8 to 0.9 of PLAIN's time, 128 rows and
-    prompts 0.2, and one row 1.0 (benchmarks/results/compressed-layers-nvidia-h200-2026-11-27.json)."""
+    """Where both are possible. Four rows that decode took SPECIALISED 0.91 to 0.97 of PLAIN's time, 8 rows
+    0.8, 128 rows and prompts 0.2; two rows 0.97 to 1.04 and one 1.01 to 1.04
+    (benchmarks/results/compressed-layers-nvidia-h200-2026-11-27.json)."""
     return PLAIN if decoding and rows < MANY else SPECIALISED
 
 

@@ -25,7 +25,8 @@ ROWS, COLUMNS = 16, 32  # of a program that multiplies: tokens, and columns of e
 MIXED = 512  # columns of a stream that are mixed at a time
 MANY = 512  # tokens, from which on a program mixes all columns of one
 SOME, STEPS = 32, 4  # tokens, from which on a program multiplies as many times the columns, for fewer parts
-TWICE = range(32, 64)  # tokens, of which a program mixes two blocks of columns
+TWICE = range(32, 81)  # tokens, of which a program mixes two blocks of columns
+FEWER, FEWER_STEPS = range(64, 81), 2  # tokens, of which a program multiplies fewer times the columns
 
 
 class Cut(NamedTuple):
@@ -43,11 +44,13 @@ class Cut(NamedTuple):
 
 def cut_of(tokens: int, hidden: int) -> Cut:
     """Of so many tokens. In benchmarks/results/compressed-layers-nvidia-h200-2026-11-27.json, four streams of
-    4,096 columns, 32 tokens took 27 us so, and 39 to 40 with one step and one block; 128 tokens 44 to 49 us,
-    57 to 60 with one step, and the same with two blocks."""
+    4,096 columns, 32 tokens took 27 us so, and 39 to 40 with one step and one block; 64 tokens 37 us, and 39
+    to 41 with four steps and one block; 128 tokens 44 to 49 us, 57 to 60 with one step, and the same with two
+    blocks. Lines through 64 and 128 tokens cross at 82 and, where two parts are added, 89."""
     whole = triton.cdiv(hidden, MIXED)
     blocks = whole if tokens > MANY else min(2, whole) if tokens in TWICE else 1
-    return Cut(STEPS if tokens >= SOME else 1, blocks)
+    steps = FEWER_STEPS if tokens in FEWER else STEPS if tokens >= SOME else 1
+    return Cut(steps, blocks)
 
 
 @triton.jit(do_not_specialize=["N"])
