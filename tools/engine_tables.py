@@ -10,6 +10,8 @@ from typing import Any
 from tools.tables import table
 
 ATTENTION_PEERS = ("triton", "flash-attn-4", "sdpa")
+SERVERS = ("own", "baseline")
+COST_FIGURES = (("server_share_of_a_core", ".2f"), ("tokens_per_s", ",.0f"))
 
 
 def serving_on_gpu(files: Sequence[Path]) -> str:
@@ -90,3 +92,26 @@ def decode_blocks(content: dict[str, Any]) -> str:
     ]
     columns = ["heads x size", "requests", "context", "page"]
     return table([*columns, *(f"{block} tokens, us" for block in blocks)], lines)
+
+
+def server_cost(content: dict[str, Any]) -> str:
+    """CPU time of the server process for a streamed token, next to another commit's in turns."""
+    lines = [
+        [
+            str(row["clients"]),
+            str(row["tokens"]),
+            *(f"{row[name]['server_us_per_token']:.0f} ({_range(row['rounds'][name])})" for name in SERVERS),
+            f"{row['cpu_ratio']:.2f}",
+            *(f"{row['own'][figure]:{digits}}" for figure, digits in COST_FIGURES),
+        ]
+        for row in content["rows"]
+        if "baseline" in row
+    ]
+    before = f"at `{content['rows'][0]['baseline_commit']}`"
+    columns = ["clients", "tokens of an answer", "us a token", before, "ratio", "of a core", "tokens/s"]
+    return table(columns, lines)
+
+
+def _range(rounds: Sequence[dict[str, float]]) -> str:
+    costs = [one["server_us_per_token"] for one in rounds]
+    return f"{min(costs):.0f} to {max(costs):.0f}"

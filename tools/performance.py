@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tools.engine_tables import attention, decode_blocks, serving_on_gpu, two_batches
+from tools.engine_tables import attention, decode_blocks, server_cost, serving_on_gpu, two_batches
 from tools.headline import gathered, layer_ratios, machine_of, newest, newest_of_cpus, next_to_vllm
 from tools.tables import table
 
@@ -43,6 +43,7 @@ def tables(folder: Path, tuning: Path) -> dict[str, str]:
         ("row-gemm-h200", "row-gemm", "nvidia-h200", row_products),
         ("attention-h200", "attention", "nvidia-h200", attention),
         ("attention-decode-blocks-h200", "attention-decode-blocks", "nvidia-h200", decode_blocks),
+        ("server-cost-cpu", "server-cost", "", server_cost),
         ("two-batches-h200", "two-batches", "nvidia-h200", two_batches),
         ("overlap-h200", "overlap", "nvidia-h200", shared_expert),
     ):

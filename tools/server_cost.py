@@ -25,7 +25,7 @@ import psutil
 from tools.launchers import started
 from tools.ledger_cost import run_seconds
 from tools.ranks import MODES, finish, ranks_parser
-from turnout.bench.results import check_output
+from turnout.bench.results import check_output, commit
 from turnout.bench.serve import ServeBench, measure, place
 from turnout.config import ServerConfig, load
 from turnout.server.launch import ServerProcess
@@ -124,6 +124,8 @@ def main() -> None:
         for clients in options.clients:
             rounds = run(server_of, clients, options.tokens, options.rounds)
             shared = {"mode": options.mode, "clients": clients, "tokens": options.tokens}
+            if options.baseline:
+                shared["baseline_commit"] = commit(options.baseline / "turnout")
             rows.append({**shared, **medians(rounds), "rounds": rounds})
     finish("server-cost", rows, options.output, failed=False, **where)
 

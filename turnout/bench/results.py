@@ -102,9 +102,9 @@ def _program() -> list[str]:
     return ["python", "-m", spec.name] if spec and spec.name.startswith("tools.") else ["turnout"]
 
 
-def commit() -> str:
-    """The commit of the code that ran; "-dirty" if the package differs from it, "" outside a checkout."""
-    package = Path(__file__).parents[1]
+def commit(package: Path = Path(__file__).parents[1]) -> str:
+    """The commit of a package, by default the code that runs; "-dirty" if it differs from that, "" outside a
+    checkout."""
 
     def git(*arguments: str) -> str:
         run = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=package, check=False)
