@@ -142,6 +142,16 @@ def test_every_result_stands_on_one_page_and_every_page_asks_for_one_that_exists
     assert sorted(asked) == sorted(results)
 
 
+def test_every_result_says_what_it_is_of_and_names_no_folder_of_a_machine():
+    for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        text = file.read_text()
+        content = json.loads(text)
+        assert content["device"], file.name
+        assert content.get("date") or content["started"], file.name
+        assert "commit" in content or "servers" in content, file.name  # of peers: their versions
+        assert not re.search(r"/(tmp|root|home|work)/", text), file.name
+
+
 def test_pictures_are_those_of_the_results():
     for path, content in pictures(ROOT).items():
         assert path.read_text() == content, f"run: python -m tools.pictures ({path.name})"
