@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import pickle
 import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from turnout.checkpoint import CheckpointError
 from turnout.checkpoint.files import TensorFiles
+from turnout.checkpoint.headers import _parse_entry, _well_formed
+from turnout.checkpoint.names import header_bytes, read_header
 
 INDEX = "model.safetensors.index.json"
 
@@ -188,6 +193,40 @@ def test_no_header_damage_escapes_as_another_error(single, position, value, tmp_
         files = TensorFiles(folder)
         for name in files:
             files.read(name)
+
+
+DTYPE = st.sampled_from(["F32", "BF16", "U8", "F4", "", 3, None])
+NATURAL = st.one_of(st.integers(-1, 4), st.sampled_from([1.0, True, "2", 1 << 70]))
+FIELDS = st.fixed_dictionaries(
+    {},
+    optional={
+        "dtype": DTYPE,
+        "shape": st.one_of(st.lists(NATURAL, max_size=2), NATURAL),
+        "data_offsets": st.one_of(st.lists(st.integers(-1, 16), min_size=2, max_size=2), NATURAL),
+        "more": st.none(),
+    },
+)
+SHAPE = st.lists(st.integers(0, 2), max_size=2)
+FITS = SHAPE.map(
+    lambda shape: {"dtype": "BF16", "shape": shape, "data_offsets": [2, 2 + 2 * math.prod(shape)]}
+)
+NAMES = st.sampled_from(["a", "b", "__metadata__"])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(NAMES, st.one_of(FITS, FIELDS, NATURAL)), st.integers(0, 20))
+def test_headers_are_read_as_by_the_json_library(header: dict, size: int):
+    """Where `_well_formed` takes a header, so does what tells the errors of others, and finds the same."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.safetensors"
+        header_file(Path(folder), header, bytes(size))
+        content, start = header_bytes(path)
+        found = _well_formed(path, content, start)
+        entries, begin = read_header(path)
+        assert begin == start
+        event(f"taken: {found is not None}")
+        if found is not None:
+            assert found == {name: _parse_entry(path, name, entry, start) for name, entry in entries.items()}
 
 
 def header_file(folder, header, data=b""):

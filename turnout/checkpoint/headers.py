@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
 
 from turnout.checkpoint.config import read_json_object
 from turnout.checkpoint.errors import CheckpointError
-from turnout.checkpoint.names import INDEX, SINGLE, read_header
+from turnout.checkpoint.names import INDEX, METADATA, SINGLE, header_bytes, read_header
 
 if TYPE_CHECKING:
     import torch
@@ -38,8 +39,7 @@ DTYPES = {
 }
 
 
-@dataclass(frozen=True)
-class TensorMeta:
+class TensorMeta(msgspec.Struct, frozen=True, gc=False):
     """Where a tensor lies: `nbytes` bytes from `offset` of `file`. stored: its dtype, a key of DTYPES."""
 
     file: Path
@@ -51,6 +51,20 @@ class TensorMeta:
     @property
     def dtype(self) -> torch.dtype:
         return torch_dtype(self.stored)
+
+
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Entry(msgspec.Struct, gc=False):
+    """Of a header. Metadata have none of these, and the defaults fit nothing: -1 byte, or -3 numbers."""
+
+    dtype: str = ""
+    shape: tuple[Natural, ...] = (-3,)
+    data_offsets: tuple[Natural, Natural] = (1, 0)
+
+
+_decoder = msgspec.json.Decoder(dict[str, Entry])
 
 
 def torch_dtype(stored: str) -> torch.dtype:
@@ -146,9 +160,29 @@ def _shard_path(folder: Path, index: Path, shard: str) -> Path:
 
 
 def _read_header(path: Path) -> dict[str, TensorMeta]:
-    header, start = read_header(path)
-    metas = {name: _parse_entry(path, name, entry, start) for name, entry in header.items()}
+    content, start = header_bytes(path)
+    metas = _well_formed(path, content, start)
+    if metas is None:  # so it is read again, in a way that tells what is wrong
+        header, start = read_header(path)
+        metas = {name: _parse_entry(path, name, entry, start) for name, entry in header.items()}
     _check_extent(path, metas, start, path.stat().st_size)
+    return metas
+
+
+def _well_formed(path: Path, content: bytes, start: int) -> dict[str, TensorMeta] | None:
+    """What `_parse_entry` makes of every entry, in a fifth of the time; None if it refuses one."""
+    try:
+        entries = _decoder.decode(content)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    entries.pop(METADATA, None)
+    metas = {}
+    for name, entry in entries.items():
+        begin, end = entry.data_offsets
+        known = DTYPES.get(entry.dtype)
+        if known is None or end - begin != math.prod(entry.shape) * known[1]:
+            return None
+        metas[name] = TensorMeta(path, entry.dtype, entry.shape, start + begin, end - begin)
     return metas
 
 

@@ -11,6 +11,7 @@ from turnout.checkpoint.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+METADATA = "__metadata__"  # of a header: no tensor
 _LFS_POINTER = b"version https://git-lfs"  # how a file begins that Git has not fetched
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
@@ -28,6 +29,19 @@ def tensor_names(folder: Path) -> list[str]:
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
     """(name -> entry, unchecked; where the data begin) of a safetensors file."""
+    content, start = header_bytes(path)
+    try:
+        header = json.loads(content)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise CheckpointError(f"has a header that is not valid JSON ({error})", file=path) from None
+    if not isinstance(header, dict):
+        raise CheckpointError("has a header that is not a JSON object", file=path)
+    header.pop(METADATA, None)
+    return header, start
+
+
+def header_bytes(path: Path) -> tuple[bytes, int]:
+    """(JSON, unchecked; where the data begin) of a safetensors file."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -48,12 +62,6 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
                     found=f"a file of {size} bytes",
                     remedy="Download the file again",
                 )
-            header = json.loads(file.read(length))
+            return file.read(length), 8 + length
     except OSError as error:
         raise CheckpointError(f"cannot be read ({error.strerror})", file=path) from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise CheckpointError(f"has a header that is not valid JSON ({error})", file=path) from None
-    if not isinstance(header, dict):
-        raise CheckpointError("has a header that is not a JSON object", file=path)
-    header.pop("__metadata__", None)
-    return header, 8 + length
