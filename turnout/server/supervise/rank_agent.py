@@ -111,6 +111,8 @@ class RankAgent:
         channel = reporting = None
         try:
             rank_protocol.notice_lost_host(writer)
+            if not self._hello.gpus:  # else it is the head that says which of them its ranks see
+                self._fork_server.prepare(rank_environment(writer.get_extra_info("peername")[0]))
             channel = await Channel.open(reader, writer, rank_protocol.to_rank, self._secret, is_head=False)
             await self._introduce(channel)
             reporting = asyncio.create_task(self._report(channel))
@@ -135,9 +137,6 @@ class RankAgent:
             raise Rejected(welcome.reason)
         if isinstance(welcome, rank_protocol.Welcome):
             self._contact = time.monotonic()
-            if not self._hello.gpus:  # else it is the head that says which of them its ranks see
-                towards = channel.writer.get_extra_info("peername")[0]
-                self._fork_server.prepare(rank_environment(towards))
             folder = locate(str(self._own.get("model", welcome.model)))
             require_folder(folder)
             channel.send(rank_protocol.Weights(await asyncio.to_thread(fingerprint, folder)))
