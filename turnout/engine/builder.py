@@ -181,7 +181,7 @@ def _load(
         index_fp8=engine_plan.config.index_cache_dtype == Format.FP8,
     )
     startup.begin("kernels")
-    tuner.tune(model.experts, groups, progress)
+    tuner.tune(model.experts, groups, progress, shared)
     if check:
         startup.begin("check")
     loaded: dict[str, Any] = {"verify": check.run(model) if check else {"extent": "off"}}

@@ -10,6 +10,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -30,6 +31,7 @@ from turnout.engine.step.forward import Forward
 from turnout.engine.step.rehearsal import rehearsal
 from turnout.flags import flag_name
 from turnout.models.interface import DraftingModel, Model, ProgressFn
+from turnout.models.prepared import Prepared
 from turnout.moe.autotune import autotune
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.interface import Experts, Runner
@@ -64,16 +66,22 @@ class Tuner:
         self._made += 1
         return runner
 
-    def tune(self, experts: Sequence[Experts], groups: Groups, progress: ProgressFn | None) -> None:
+    def tune(
+        self,
+        experts: Sequence[Experts],
+        groups: Groups,
+        progress: ProgressFn | None,
+        shared: Prepared | None = None,
+    ) -> None:
         """Collective. experts: of the layers, with their weights, in the order in which they were made; those
-        that another process prepared are not what `make_runner` gave. Raises UserError where ranks cannot
-        share tactics."""
+        that another process prepared are not what `make_runner` gave. shared: where the next rank finds what
+        was looked for. Raises UserError where ranks cannot share tactics."""
         engine_plan = self._engine_plan
         for spec, (layer, plan) in self._first.items():
             runner = experts[layer]
             if self._device.type == "cuda":
                 threads = max(1, (os.cpu_count() or 1) // engine_plan.topology.ranks_per_node)
-                compile_experts(runner, spec, plan, self._device, threads)
+                compile_experts(runner, spec, plan, self._device, threads, shared, layer)
             autotune(
                 runner,
                 spec,
@@ -90,12 +98,19 @@ class Tuner:
 
 
 def compile_experts(
-    runner: Experts, spec: MoESpec, plan: MoEPlan, device: torch.device, threads: int
+    runner: Experts,
+    spec: MoESpec,
+    plan: MoEPlan,
+    device: torch.device,
+    threads: int,
+    shared: Prepared | None = None,
+    layer: int = 0,
 ) -> list[int]:
     """Compile, in `threads`, every variant of a kernel that a batch within the plan's bounds may need.
 
-    Returns the batch sizes, in tokens, that need them all; none where a runner launches other kernels than
-    Triton's, which would run.
+    shared: where batch sizes are that another rank has found for this layer, since thousands are tried, which
+    takes a second. Returns the batch sizes, in tokens, that need all variants; none where a runner launches
+    other kernels than Triton's, which would run.
     """
     from turnout.kernels.common.compilation import can_record, compiling, covering
 
@@ -104,18 +119,20 @@ def compile_experts(
     most = max((p.max_tokens for p in (plan.prefill, plan.decode) if p.layout == Layout.TOKENS), default=0)
     dtype, found = getattr(torch, plan.compute_dtype), []
     parts = list(runner.parts.values()) if isinstance(runner, RunnerByBatchSize) else [cast(Runner, runner)]
-    for part in parts:
+    for number, part in enumerate(parts):
         if most and part.capability.all_triton:
-
-            def call(tokens: int, part: Runner = part) -> None:
-                part(empty_batch(spec, tokens, dtype, device))
-
-            sizes = covering(call, most)
+            call = partial(_compute, part, spec, dtype, device)
+            find = partial(covering, call, most)
+            sizes = shared.keep(f"batch sizes of {layer}, {number}", find) if shared else find()
             with compiling(threads):
                 for size in sizes:
                     call(size)
             found += sizes
     return found
+
+
+def _compute(part: Runner, spec: MoESpec, dtype: torch.dtype, device: torch.device, tokens: int) -> None:
+    part(empty_batch(spec, tokens, dtype, device))
 
 
 def count_compilations(device: torch.device) -> Callable[[], int]:

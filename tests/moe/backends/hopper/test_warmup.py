@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from tests.kernels.bound import bound
+from tests.models.keepers import Keeper
 from turnout.bench.moe import SHAPES
-from turnout.engine.warmup import empty_batch
+from turnout.engine.warmup import compile_experts, empty_batch
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
+from turnout.kernels.common import compilation
 from turnout.kernels.common.compilation import EVERY, covering
 from turnout.moe.backends.hopper import fragments, fragments_fp8, weights
 from turnout.moe.backends.hopper.runner import HopperRunner
@@ -104,3 +106,35 @@ def test_no_batch_needs_what_was_not_warmed(shape: str, format: str, activations
         needed |= keys
     assert needed == warmed
     assert len(sizes) < 80
+
+
+def test_a_rank_that_starts_again_tries_no_sizes(monkeypatch: pytest.MonkeyPatch):
+    spec = SHAPES["qwen3-30b"].spec("nvfp4")
+    runner, tried = make_runner(spec, 128, "bf16", monkeypatch), []
+    plan = SimpleNamespace(
+        prefill=SimpleNamespace(max_tokens=40, layout=Layout.TOKENS),
+        decode=SimpleNamespace(max_tokens=8, layout=Layout.TOKENS),
+        compute_dtype="bfloat16",
+    )
+    forward = type(runner).__call__
+    monkeypatch.setattr(
+        type(runner),
+        "__call__",
+        lambda self, batch: (tried.append(len(batch.hidden.data)), forward(self, batch))[1],
+    )
+    monkeypatch.setattr(compilation, "compiling", lambda threads: compilation.variants())
+    keeper = Keeper()
+    try:
+        sizes = compile_experts(runner, spec, plan, META, 1, keeper.view("cpu"), 3)
+        assert tried == [*range(1, 41), 40, *sizes]
+        assert len(sizes) > 4
+        tried.clear()
+        again = keeper.view("cpu")
+        assert compile_experts(runner, spec, plan, META, 1, again, 3) == sizes
+        assert tried == sizes
+        assert (again.found, again.made) == (1, 0)
+        assert compile_experts(runner, spec, plan, META, 1, again, 4) == sizes  # of another layer
+        assert (again.found, again.made) == (1, 1)
+    finally:
+        keeper.door.close()
+        assert keeper.ends() == 0
