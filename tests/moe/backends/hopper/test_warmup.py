@@ -22,6 +22,7 @@ from turnout.kernels.common import compilation
 from turnout.kernels.common.compilation import EVERY, covering
 from turnout.moe.backends.hopper import fragments, fragments_fp8, weights
 from turnout.moe.backends.hopper.runner import HopperRunner
+from turnout.moe.batch import TokensBatch
 from turnout.moe.plan import MoEPlan, PhasePlan
 from turnout.moe.spec import MoESpec
 from turnout.vocabulary import Layout
@@ -116,12 +117,13 @@ def test_a_rank_that_starts_again_tries_no_sizes(monkeypatch: pytest.MonkeyPatch
         decode=SimpleNamespace(max_tokens=8, layout=Layout.TOKENS),
         compute_dtype="bfloat16",
     )
-    forward = type(runner).__call__
-    monkeypatch.setattr(
-        type(runner),
-        "__call__",
-        lambda self, batch: (tried.append(len(batch.hidden.data)), forward(self, batch))[1],
-    )
+    forward = HopperRunner.__call__
+
+    def noted(self: HopperRunner, batch: TokensBatch) -> Any:
+        tried.append(len(batch.hidden.data))
+        return forward(self, batch)
+
+    monkeypatch.setattr(HopperRunner, "__call__", noted)
     monkeypatch.setattr(compilation, "compiling", lambda threads: compilation.variants())
     keeper = Keeper()
     try:
