@@ -155,7 +155,7 @@ def _specialised(param: Any, arg: Any) -> Any:
 def covering(call: Callable[[int], object], most: int) -> list[int]:
     """Batch sizes up to `most` that need every variant that `call`, of a batch of so many tokens, asks for.
 
-    All sizes up to EVERY are tried. Above, variants last for at least 40 sizes, as four models in five formats
+    All sizes up to EVERY are tried. Above, variants last for 40 sizes or more, as four models in five formats
     have shown, so some are: STRIDE apart, whose multiples leave every remainder by 16.
     """
     return needing(call, (*range(1, min(most, EVERY) + 1), *range(EVERY + STRIDE, most, STRIDE), most))
