@@ -10,16 +10,16 @@ import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.evidence import pytest_runtest_setup as pytest_runtest_setup
-from tests.ranks import Pools
-from tests.serving import tiny_config
-from turnout.server.launch import ServerProcess
 
-LONGEST = (  # files that took 40 s and more of `make test-more` or `make test`, the longest first
+if TYPE_CHECKING:  # with torch, which the process of xdist that only starts workers does not need
+    from tests.ranks import Pools
+
+LONGEST = (  # files that took 40 s and more of `make test-more` or `make test`, or 15 s late; longest first
     "server/supervise/test_ray_ranks.py",
     "server/supervise/test_replay.py",
     "server/supervise/test_hosts_lost.py",
@@ -27,9 +27,15 @@ LONGEST = (  # files that took 40 s and more of `make test-more` or `make test`,
     "server/supervise/test_dial_in.py",
     "server/supervise/test_local_ranks.py",
     "server/test_routers.py",
+    "engine/test_llm_ranks.py",
     "tools/test_chaos_streams.py",
     "server/api/test_openapi.py",
     "kernels/attention/test_compressed_attention.py",
+    "server/supervise/test_weight_keeper.py",
+    "test_cli.py",
+    "test_cache.py",
+    "tools/test_random_checkpoint.py",
+    "tools/test_train_demo.py",
 )
 
 
@@ -120,6 +126,9 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def base_url(tiny_folder: Path) -> Iterator[str]:
     """The address of the shared server, ending in /v1."""
+    from tests.serving import tiny_config
+    from turnout.server.launch import ServerProcess
+
     server = ServerProcess(tiny_config(tiny_folder), show=False)
     try:
         yield server.wait_ready()
@@ -130,6 +139,8 @@ def base_url(tiny_folder: Path) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pools]:
     """Pools of processes by number of ranks, started when first used."""
+    from tests.ranks import Pools
+
     pools = Pools()
     try:
         yield pools

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import openai
 
 from turnout.config import ServerConfig
@@ -110,6 +109,8 @@ def responses(base_url: str) -> Iterator[str]:
 
 
 def messages(base_url: str) -> Iterator[str]:
+    import anthropic  # which takes a second: not for every worker that collects tests of this file
+
     client = anthropic.Anthropic(base_url=base_url.removesuffix("/v1"), api_key="unused")
     tool = {
         "name": FUNCTION["name"],

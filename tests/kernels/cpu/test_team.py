@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from functools import cache
 
 import numba
 import pytest
@@ -47,8 +48,13 @@ def in_two_phases(phases, threads, given):
     end(phases)
 
 
-KERNEL = PhasedKernel(numba.cfunc("void(int64, int64, int64)", nopython=True)(in_two_phases), 4, 1)
 PIECES = 50
+
+
+@cache
+def kernel() -> PhasedKernel:
+    """Compiled when first called: not by every worker that collects this file."""
+    return PhasedKernel(numba.cfunc("void(int64, int64, int64)", nopython=True)(in_two_phases), 4, 1)
 
 
 @pytest.fixture
@@ -60,7 +66,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Team:
 def call(threads: int, patience: int = 0, holds: int = 0) -> set[int]:
     """The numbers of the threads that took pieces."""
     out = torch.full((2, PIECES), -1)
-    KERNEL(threads, None, out.data_ptr(), PIECES, patience, holds, 1.5)
+    kernel()(threads, None, out.data_ptr(), PIECES, patience, holds, 1.5)
     assert (out[1] == 1500).all()
     return set(out[0].tolist())
 
