@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from turnout.moe.spec import MoESpec
 from turnout.parallel import hardware
 from turnout.parallel.topology import Topology
 
+_references: dict[tuple[Any, ...], Tensor] = {}
 LOCAL = {name: DISPATCHERS.load(name) for name in DISPATCHERS} | {"batched": BatchedDispatch}
 # The others send tokens even to themselves, and are tested between processes.
 LOCAL = {name: cls for name, cls in LOCAL.items() if cls.capability.exchange != "all_to_all"}
@@ -81,14 +83,21 @@ class Case:
         return run
 
     def reference(self, experts: ExpertWeights, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        return experts_reference(
-            x_TH,
-            ids_TK,
-            weights_TK,
-            experts,
-            self.spec.activation,
-            activation_format=self.activation_format,
-        )
+        """Computed once for all runners, dispatchers and ways to store weights. experts: of `experts`, or
+        slices of those, which share their memory."""
+        held = experts.w13.data.data_ptr(), experts.num_local_experts
+        inputs = (t.contiguous().view(torch.uint8).numpy().tobytes() for t in (x_TH, ids_TK, weights_TK))
+        key = (self.spec, self.activation_format, self.compute_dtype, *held, *inputs)
+        if key not in _references:
+            _references[key] = experts_reference(
+                x_TH,
+                ids_TK,
+                weights_TK,
+                experts,
+                self.spec.activation,
+                activation_format=self.activation_format,
+            )
+        return _references[key]
 
     def slices(self, experts: ExpertWeights, ep: int) -> list[ExpertWeights]:
         count = self.spec.num_experts // ep

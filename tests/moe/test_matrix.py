@@ -64,10 +64,11 @@ def test_expert_without_a_token(case: Case):
 @pytest.mark.parametrize("ep", [2, 4])
 def test_expert_parallel_slices_sum_to_the_whole(case: Case, ep: int):
     experts = case.experts()
+    slices = case.slices(experts, ep)
+    runs = [case.pipeline(part) for part in slices]
     for tokens in (3, MAX_TOKENS):
         batch = case.batch(tokens)
-        slices = case.slices(experts, ep)
-        y = torch.stack([case.pipeline(part)(*batch).float() for part in slices]).sum(dim=0)
+        y = torch.stack([run(*batch).float() for run in runs]).sum(dim=0)
         ref = torch.stack([case.reference(part, *batch) for part in slices]).sum(dim=0)
         numbers = (case.activation_format, case.compute_dtype)
         # Partial sums are rounded to the compute dtype before they are added.
