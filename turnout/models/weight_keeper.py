@@ -69,9 +69,9 @@ class Block:
             return cls(UntypedStorage._new_using_fd_cpu(size), size)
         _reserve(device, size)
         storage = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
-        handle = storage._share_cuda_()
+        *handle, _ = storage._share_cuda_()
         _forget_counters(handle[4])
-        return cls(storage, handle)
+        return cls(storage, (*handle, False))  # whoever maps it need not wait: nothing is written here
 
 
 def _reserve(device: torch.device, size: int) -> None:
