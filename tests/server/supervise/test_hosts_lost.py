@@ -6,6 +6,7 @@ What tools.chaos_hosts does, on the tiny model: all answers are compared with th
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,22 @@ def assert_nothing_lost(row: dict[str, Any]) -> None:
     assert row["restarts"] == row["failures"] == len(row["kinds"])
     assert row["resumed_requests"] >= row["failures"]
     assert row["answers"] >= row["clients"]
-    assert chaos_hosts.late(row) == []
+
+
+def in_time(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `run` gives, or gives when asked again: other tests may have taken the cores, but not twice."""
+    assert_nothing_lost(row := run())
+    if chaos_hosts.late(row):
+        assert_nothing_lost(row := run())
+        assert chaos_hosts.late(row) == []
+    return row
 
 
 @pytest.mark.more
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may make network namespaces")
 def test_a_rank_an_agent_the_cable_and_a_whole_host(tiny_folder: Path):
     config = tiny_config(tiny_folder, **(chaos.FLAGS | chaos.MODES["dp2"]))
-    row = chaos_hosts.run_on_hosts(config, clients=CLIENTS, tokens=60, failures=4, every=4.0)
-    assert_nothing_lost(row)
+    row = in_time(lambda: chaos_hosts.run_on_hosts(config, clients=CLIENTS, tokens=60, failures=4, every=4.0))
     kinds = row["kinds"]
     assert "rank 1 was killed by SIGKILL" in kinds["rank"]["said"]
     assert "rank 1 is lost: on " in kinds["agent"]["said"]
@@ -53,5 +61,4 @@ def test_a_node_of_ray(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv(name, "0")  # to be set back
         monkeypatch.delenv(name)
     config = tiny_config(tiny_folder, **(chaos.FLAGS | chaos.MODES["dp2"] | {"startup_timeout": 120}))
-    row = chaos_hosts.run_on_ray(config, clients=CLIENTS, tokens=60, failures=1, every=4.0)
-    assert_nothing_lost(row)
+    in_time(lambda: chaos_hosts.run_on_ray(config, clients=CLIENTS, tokens=60, failures=1, every=4.0))
