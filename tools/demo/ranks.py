@@ -36,23 +36,21 @@ class Ranks:
         if self.size == 1:
             return
         gradients = [p.grad for p in parameters if p.grad is not None]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat)
-        parts = (flat / self.size).split([gradient.numel() for gradient in gradients])
+        flat = self.mean(torch.cat([gradient.flatten() for gradient in gradients]))
+        parts = flat.split([gradient.numel() for gradient in gradients])
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
 
     def mean(self, x: Tensor) -> Tensor:
-        if self.size > 1:
-            x = x.clone()
-            dist.all_reduce(x)
-            x /= self.size
-        return x
+        return self._reduced(x, dist.ReduceOp.SUM) / self.size
 
     def largest(self, x: Tensor) -> Tensor:
+        return self._reduced(x, dist.ReduceOp.MAX)
+
+    def _reduced(self, x: Tensor, by: dist.ReduceOp) -> Tensor:
         if self.size > 1:
             x = x.clone()
-            dist.all_reduce(x, dist.ReduceOp.MAX)
+            dist.all_reduce(x, by)
         return x
 
     def first(self, value: float) -> float:

@@ -177,15 +177,11 @@ def first_prompts(
     steps += [[1] * count for count in sorted({most, *(1 << i for i in range(1, most.bit_length()))} - {1})]
     with rehearsal(engine_plan)() as rehearsed:
         for lengths in steps if rehearsed else ():
-            _first_prompts(engine_plan, forward, model, kv, lengths)
+            _first_prompts(engine_plan, forward, model, kv, lengths, (True, False))
     for done, lengths in enumerate(steps):
         if progress is not None:
             progress("compiling", done, len(steps))
-        eagerly, as_graph = forward.ways(sum(lengths))
-        if eagerly:
-            _first_prompts(engine_plan, forward, model, kv, lengths, draw=not done)
-        if as_graph:
-            _first_prompts(engine_plan, forward, model, kv, lengths, draw=not done, as_graph=True)
+        _first_prompts(engine_plan, forward, model, kv, lengths, forward.ways(sum(lengths)), draw=not done)
     model.reset_counts()
 
 
@@ -195,17 +191,21 @@ def _first_prompts(
     model: Model,
     kv: KVCache,
     lengths: Sequence[int],
+    ways: tuple[bool, bool],
     *,
     draw: bool = False,
-    as_graph: bool = False,
 ) -> None:
-    """A step of prompts of these lengths. draw: also from what their logits allow. as_graph: where attention
-    alone is launched."""
+    """A step of prompts of these lengths. ways: as `Forward.ways` has them, one or both. draw: also from what
+    their logits allow."""
     config, size, chunks = engine_plan.config, sum(lengths), _prompts(engine_plan, lengths)
     for chunk in chunks:
         kv.admit(chunk.request, chunk.length, spare=0)
     synced = _alike(engine_plan, Phase.PREFILL, size)
-    computed = forward(chunks, synced) if as_graph else forward.eagerly(chunks, synced)
+    eagerly, as_graph = ways
+    if eagerly:
+        computed = forward.eagerly(chunks, synced)
+    if as_graph:
+        computed = forward(chunks, synced)
     if config.drafts_by_layer:
         assert computed.step is not None, "a draft layer goes over the tokens of every step"
         cast(DraftingModel, model).draft(computed.step, computed.hidden_NH)
