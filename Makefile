@@ -1,7 +1,6 @@
 # Everything runs from .venv in this checkout; the targets make it when it is missing.
 PYTHON ?= python3
 VENV := .venv
-WORKERS ?= 3
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile -c constraints.txt
 # Python compiles what it imports, once, and keeps it: pip need not compile everything, but Python must be let.
@@ -24,6 +23,10 @@ $(VENV)/.test: $(VENV)/.base tests/flashinfer-requirements.txt
 	$(INSTALL) --no-deps -r tests/flashinfer-requirements.txt
 	touch $@
 
+$(VENV)/.collected: $(VENV)/.test $(VENV)/.kernels  ## compiles the tests once, which each worker would do
+	-$(BIN)/python -m pytest --collect-only -q > /dev/null
+	touch $@
+
 $(VENV)/.lint: $(VENV)/.test
 	$(INSTALL) -e '.[lint]'
 	touch $@
@@ -31,15 +34,17 @@ $(VENV)/.lint: $(VENV)/.test
 demo: $(VENV)/.kernels
 	@$(BIN)/python -m turnout.evals.demo
 
-test: $(VENV)/.test $(VENV)/.kernels
+test: WORKERS = 3
+test: $(VENV)/.collected
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25
 
 $(VENV)/.more: $(VENV)/.test
 	$(INSTALL) -e '.[test,more]'
 	touch $@
 
-test-more: $(VENV)/.more $(VENV)/.kernels  ## what takes minutes: installing as the images do, building the wheel, Ray
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m more -n 2 --dist loadfile --no-loadscope-reorder --durations=25
+test-more: WORKERS = 2
+test-more: $(VENV)/.more $(VENV)/.collected  ## what takes minutes: installing as the images do, building the wheel, Ray
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m more -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25
 
 test-gpu:  ## on a machine with GPUs, with whatever python holds torch; JUNIT=FILE.xml keeps outcomes, for tools.gpu_tests
 	$(PYTHON) -m pytest -m 'gpu or multigpu' $(if $(JUNIT),--junitxml=$(JUNIT))
