@@ -61,11 +61,12 @@ class Run:
         self.deltas: list[list[tuple[int, Delta]]] = []
         self.error: ApiError | None = None
 
-    def go(self, groups: list[list[tuple[int, RequestOutput]]]) -> None:
-        """Deliver the outputs, each with its choice, a group at a time; the client takes all after each."""
+    def go(self, groups: list[list[tuple[int, RequestOutput | ApiError]]]) -> None:
+        """Deliver the outputs, each with its choice, a group at a time; the client takes all after each. What
+        ends the whole request comes as an ApiError."""
         asyncio.run(self._go(groups))
 
-    async def _go(self, groups: list[list[tuple[int, RequestOutput]]]) -> None:
+    async def _go(self, groups: list[list[tuple[int, RequestOutput | ApiError]]]) -> None:
         for choice in self.choices:
             self.generation.submit(choice)
         entries = {entry.request.id: entry for entry in self.engine.ledger.due()}
@@ -73,7 +74,9 @@ class Run:
         await asyncio.sleep(0)
         for group in groups:
             for index, output in group:
-                if f"a-{index}" in self.engine.ledger._entries:  # else aborted: no group would deliver it
+                if isinstance(output, ApiError):
+                    self.generation.fail(output)
+                elif f"a-{index}" in self.engine.ledger._entries:  # else aborted: no group would deliver it
                     self.engine._deliver(entries[f"a-{index}"], output)
             for _ in range(3):
                 await asyncio.sleep(0)
@@ -234,6 +237,24 @@ def test_what_came_before_an_error_is_said(tokenizer: Tokenizer):
     assert run.error is not None
     assert "it broke" in run.error.message
     assert [total["text"] for total in run.totals()] == ["abc", "a"]
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("finished", [0, 1, 2])
+def test_what_ends_a_request_ends_it_whichever_choices_have_finished(
+    tokenizer: Tokenizer, finished: int, together: bool
+):
+    """As at the end of --shutdown-timeout; an answer that is complete by then stays so."""
+    ids = tokenizer.encode("ab")
+    run = Run(tokenizer, [SamplingParams(max_tokens=2)] * 2, [None] * 2)
+    order: list[tuple[int, RequestOutput | ApiError]] = [
+        (i, RequestOutput(id=f"a-{i}", token_ids=ids, waited=(0.0, 0.0), finish_reason="length"))
+        for i in range(finished)
+    ]
+    order.append((0, ApiError(503, "cut off")))
+    run.go([order] if together else [[item] for item in order])
+    assert (run.error is None) == (finished == 2)
+    assert [total["text"] for total in run.totals()] == ["ab"] * finished + [""] * (2 - finished)
 
 
 def test_ranks_that_took_over_are_noted(tokenizer: Tokenizer):

@@ -139,7 +139,7 @@ class Generation:
             gained: list[tuple[Choice, Delta]] = []
             try:
                 for choice, output in items if len(items) == 1 else joined(items):
-                    if not choice.finished:
+                    if not choice.finished or (self._unfinished and isinstance(output, ApiError)):
                         gained.append((choice, self._digest(choice, output)))
             except ApiError:
                 if gained:
@@ -157,7 +157,7 @@ class Generation:
         return totals
 
     def fail(self, error: ApiError) -> None:
-        """End the request with `error`."""
+        """End the request with `error`, whichever choices have finished, unless all have."""
         self._put((self.choices[0], error))
 
     def _put(self, item: Item) -> None:
