@@ -7,6 +7,8 @@ with a plain masked softmax: no cache, no pages, no chunks.
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -186,14 +188,16 @@ def make_core(
     max_context: int = 128,
     drafts_rest: bool = False,
     step_sync: StepSync | None = None,
+    clock: Callable[[], float] = time.perf_counter,
     **flags: object,
 ) -> EngineCore:
-    """An engine over a toy model; `flags` are fields of `Config`."""
+    """An engine over a toy model; `flags` are fields of `Config`. drafts_rest: where they do not pay by
+    `clock`, which times its steps."""
     model = model or ToyModel()
     values = {"page_size": 4, "max_running_requests": 8, "chunked_prefill_size": 16, "num_threads": 1}
     config = Config(**(values | flags))  # type: ignore[arg-type]
     plan = engine_plan(config, model.shape, num_pages=num_pages, max_context=max_context)
-    core = build_engine(plan, model=model, step_sync=step_sync)
+    core = build_engine(plan, model=model, step_sync=step_sync, clock=clock)
     return core if drafts_rest else always_drafting(core)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from hashlib import blake2b
@@ -83,6 +84,7 @@ def build_engine(
     weights_memory: int = -1,
     keeper: int = -1,
     waiting: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> EngineCore:
     """The engine of this rank; collective among the ranks of a model.
 
@@ -91,14 +93,13 @@ def build_engine(
     or "full" checks what was loaded (selfcheck.py). startup: told when its phases begin. weights_memory: a
     descriptor of memory in which ranks of this host share prepared weights, if there is any. keeper: one of
     the door of a process that keeps this rank's (models/weight_keeper.py), if there is one. waiting: requests
-    that will come at once.
+    that will come at once. clock: seconds, by which steps are timed.
 
     Raises UserError (CheckpointError) for weights that are missing or wrong, for a check that fails, and
     where memory runs out.
     """
     engine_plan = share_plan(engine_plan, groups)
-    step_sync = step_sync or StepSync()
-    startup = startup or StartupTimes()
+    step_sync, startup = step_sync or StepSync(), startup or StartupTimes()
     config, device = engine_plan.config, torch.device(engine_plan.hardware.device)
     num_threads = _use_threads(config.num_threads, engine_plan.topology.ranks_per_node, device)
     loaded: dict[str, Any] = {"num_threads": num_threads, "verify": {"extent": "off"}}
@@ -114,8 +115,7 @@ def build_engine(
         startup.begin("cuda_graphs")
     forward = Forward(engine_plan, model, attention, progress, waiting)
     engine_plan, step_ms = _warm_up(engine_plan, forward, model, scheduler, step_sync, progress, startup)
-    if step_ms:
-        loaded["measured_step_ms"] = step_ms
+    loaded |= {"measured_step_ms": step_ms} if step_ms else {}
     return EngineCore(
         engine_plan,
         model=model,
@@ -129,6 +129,7 @@ def build_engine(
         drafter=_make_drafter(engine_plan, model, forward, scheduler.kv, step_sync),
         loaded=loaded,
         compilations=count_compilations(device),
+        clock=clock,
     )
 
 

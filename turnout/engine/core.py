@@ -64,16 +64,19 @@ class EngineCore:
         loaded: Mapping[str, Any],
         drafter: LayerDrafter | None,
         compilations: Callable[[], int],
+        clock: Callable[[], float],
     ):
         """watch: told how far a step is. loaded: what `info` says beyond the plan, plain values.
         drafter: proposes tokens after each step.
-        compilations: how many kernels were compiled since the engine could serve."""
+        compilations: how many kernels were compiled since the engine could serve.
+        clock: seconds, by which steps are timed."""
         self.engine_plan = engine_plan
         self._model, self._attention, self._loaded = model, attention, loaded
         self._scheduler, self._forward, self._commit = scheduler, forward, commit
         self._drafter = drafter
         self._grammars = grammars
         self._step_sync, self._watch, self._compilations = step_sync, watch, compilations
+        self._clock = clock
         self._requests: dict[str, Request] = {}
         self._aborted: list[RequestOutput] = []
         self._added = 0
@@ -146,12 +149,12 @@ class EngineCore:
         chunks.sort(key=lambda chunk: not chunk.decodes)  # single tokens and their drafts first
         tokens = sum(chunk.length for chunk in chunks)
         decoding = sum(chunk.decodes for chunk in chunks)
-        before, began = self._synced, time.perf_counter()
+        before, began = self._synced, self._clock()
         synced = self._sync(chunks, tokens, decoding)
         if not synced.phase:
             return outputs + self._rest(before, synced)
         self._watch.note(self._steps, synced.phase)
-        agreed = time.perf_counter()
+        agreed = self._clock()
         if known := self._launched is None:
             self._commit.begin(chunks)
         if self._scheduler.kv.snapshots is not None:
@@ -185,7 +188,7 @@ class EngineCore:
         self._computed_tokens += tokens
         self._step_sizes[(tokens - 1).bit_length() + 1 if tokens else 0] += 1
         self._sync_seconds += agreed - began
-        self._seconds[synced.phase] += time.perf_counter() - agreed
+        self._seconds[synced.phase] += self._clock() - agreed
         symmetric.check_all()  # nothing leaves that rests on what a peer failed to send
         return outputs + advanced
 
@@ -195,7 +198,7 @@ class EngineCore:
         before: the step before this one, None if this is the first."""
         outputs = self._finish()[0]
         if times := self._scheduler.times:
-            times.rest(time.perf_counter())
+            times.rest(self._clock())
         # Ranks capture together, so what they agreed on decides; outputs do not wait for that.
         if before and not (before.phase or synced.pending or synced.leaving):
             compiled = self._compilations()
@@ -225,7 +228,7 @@ class EngineCore:
         if (times := self._scheduler.times) is not None:
             times.launched(*launched.work)
             if launched.drawn is not None:
-                times.read(time.perf_counter())
+                times.read(self._clock())
         if self._commit.resolves_near_ties:
             self._watch.note(self._steps, "settling")
             advanced += self._commit.resolve(near_ties)
@@ -335,7 +338,7 @@ class EngineCore:
             phase = Phase.DECODE if decoding == len(chunks) else Phase.PREFILL
         self._watch.note(self._steps, "agreeing")
         decoded, self._decoded = self._decoded, None
-        step_us = max(1, round(1e6 * (time.perf_counter() - self._decoded_from))) if decoded else 0
+        step_us = max(1, round(1e6 * (self._clock() - self._decoded_from))) if decoded else 0
         prompts = self._scheduler.next_prompts(chunks)
         synced = self._synced = self._step_sync.sync(tokens, phase, prompts, step_us)
         if decoded and self._scheduler.switch:

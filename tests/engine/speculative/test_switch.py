@@ -1,9 +1,8 @@
-"""Which steps bring drafts: on machines whose times are a formula, and in an engine that takes its time."""
+"""Which steps bring drafts: on machines whose times are a formula, and in engines on such machines."""
 
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -57,12 +56,31 @@ def test_a_change_of_text_is_noticed():
     assert shares(switch, 31, lambda: 0.1, steps=4 * PERIOD) < 0.1
 
 
-class Slow(ToyModel):
-    """Takes a millisecond for each token."""
+Times = Callable[[int], float]  # milliseconds of a step, by its tokens
+
+
+class Timed(ToyModel):
+    """Steps take so long, and nothing else takes any time. now: seconds since the start."""
+
+    def __init__(self, milliseconds: Times, *, drafts: bool = False):
+        super().__init__(drafts=drafts)
+        self._milliseconds, self.now = milliseconds, 0.0
 
     def forward(self, step: Step):
-        time.sleep(0.001 * len(step.input_ids))
+        self.now += self._milliseconds(len(step.input_ids)) / 1000
         return super().forward(step)
+
+    def clock(self) -> float:
+        return self.now
+
+
+def slow(tokens: int) -> float:
+    return tokens
+
+
+def even(tokens: int) -> float:
+    """For any number of tokens."""
+    return 4
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -73,32 +91,30 @@ def test_an_engine_lets_drafts_rest_and_its_answers_stay(seed: int):
     sampling = {"max_tokens": 100, "ignore_eos": True, "temperature": 1.0, "seed": seed}
     messages = [request(id, ids, **sampling) for id, ids in asked.items()]
     always = make_core(ToyModel(), num_pages=256, **NGRAM)
-    core = make_core(Slow(), num_pages=256, drafts_rest=True, **NGRAM)
+    model = Timed(slow)
+    core = make_core(model, num_pages=256, drafts_rest=True, clock=model.clock, **NGRAM)
     assert run(core, messages) == run(always, messages)
     given, drafted = always.stats().spec_accepted_tokens, always.stats().spec_draft_tokens
     assert given < 0.5 * drafted  # so that drafting loses
     assert 0 < core.stats().spec_draft_tokens < 0.7 * drafted
 
 
-class Even(ToyModel):
-    """Takes as long for any number of tokens."""
-
-    def forward(self, step: Step):
-        time.sleep(0.004)
-        return super().forward(step)
-
-
-def test_ranks_that_share_requests_let_drafts_rest_together():
-    """By the times of the one that leads, also where on the other they would pay."""
+@pytest.mark.parametrize(
+    ("times", "rest"), [((slow, even), True), ((even, slow), False)], ids=["slow", "even"]
+)
+def test_ranks_that_share_requests_let_drafts_rest_together(times: tuple[Times, Times], rest: bool):
+    """By the times of the one that leads, whether or not on the other they would pay."""
     together, draw = Together(2), random.Random(2)
     asked = {str(i): [draw.randrange(40) for _ in range(12)] for i in range(3)}
     sampling = {"max_tokens": 100, "ignore_eos": True, "temperature": 1.0, "seed": 2}
     messages = [request(id, ids, **sampling) for id, ids in asked.items()]
-    models = [Slow(), Even()]
+    models = [Timed(milliseconds) for milliseconds in times]
 
     def answers(rank: int) -> dict[str, list[int]]:
         step_sync = StepSync(Topology(tp_size=2, rank=rank), together.of(rank))
-        core = make_core(models[rank], num_pages=256, drafts_rest=True, step_sync=step_sync, **NGRAM)
+        model = models[rank]
+        shared = {"num_pages": 256, "drafts_rest": True, "clock": model.clock, "step_sync": step_sync}
+        core = make_core(model, **shared, **NGRAM)
         return {id: output.token_ids for id, output in run(core, messages).items()}
 
     with ThreadPoolExecutor(2) as pool:
@@ -107,14 +123,14 @@ def test_ranks_that_share_requests_let_drafts_rest_together():
     wanted = {id: output.token_ids for id, output in run(always, messages).items()}
     assert leader == other == wanted
     assert models[0].steps == models[1].steps  # tokens of each: drafts are among them on both or neither
-    assert sum(models[0].steps) < 0.8 * sum(model.steps)
+    assert (sum(models[0].steps) < 0.8 * sum(model.steps)) == rest
 
 
 def test_a_draft_layer_guesses_nothing_while_drafts_rest():
     """Its tokens are computed all the same, so that it may guess again."""
-    model, draw = Slow(drafts=True), random.Random(1)
+    model, draw = Timed(slow, drafts=True), random.Random(1)
     flags = {"speculative_algorithm": "MTP", "speculative_num_steps": 3, "num_pages": 256}
-    core = make_core(model, drafts_rest=True, **flags)
+    core = make_core(model, drafts_rest=True, clock=model.clock, **flags)
     passes, draft = [], model.draft
 
     def noted(step: Step, hidden):
