@@ -18,8 +18,9 @@ import signal
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -272,9 +273,12 @@ class Chaos:
         }
 
     async def _start_all_threads(self) -> None:
-        """Of asyncio's pool: it starts one when all are busy, and keeps it."""
+        """Of asyncio's pool, which starts one when all are busy and keeps it, until no more come."""
         long = {"prompt": "pears " * 5000, "max_tokens": 1}
-        await asyncio.gather(*(self.http.post("completions", json=long) for _ in range(64)))
+        counts = [0]
+        while len(counts) < 20 and counts[-3:] != [counts[-1]] * 3:
+            await asyncio.gather(*(self.http.post("completions", json=long) for _ in range(64)))
+            counts.append(self.process.num_threads())
 
     async def _client(self, asked: dict[str, Any], expected: Answer) -> None:
         while not self._over:
@@ -343,7 +347,7 @@ class Chaos:
             "pages": sum(rank["pages_used"] for rank in ranks),
             "sequences": sum(rank["num_running"] + rank["num_waiting"] for rank in ranks),
             "descriptors": self.process.num_fds() - len(self.process.net_connections("tcp")),
-            "threads": self.process.num_threads(),
+            **threads(self.process.pid),
             "processes": len(self.process.children(recursive=True)),
             "zombies": sum(c.status() == psutil.STATUS_ZOMBIE for c in self.process.children()),
             "sockets": len(self.process.net_connections("unix")),
@@ -363,9 +367,18 @@ class Chaos:
         }
 
 
+def threads(pid: int) -> dict[str, int]:
+    """How many a process has of each name, which libraries give theirs; Python's have the process's own."""
+    names: Counter[str] = Counter()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):  # it has ended
+            names[f"threads {(task / 'comm').read_text().strip()}"] += 1
+    return dict(sorted(names.items()))
+
+
 def more(before: dict[str, int], after: dict[str, int]) -> dict[str, tuple[int, int]]:
     """What there is more of than before."""
-    return {name: (before[name], after[name]) for name in before if after[name] > before[name]}
+    return {name: (before.get(name, 0), held) for name, held in after.items() if held > before.get(name, 0)}
 
 
 def ended(server: ServerProcess, folder: Path) -> tuple[int, dict[str, tuple[int, int]]]:
