@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -316,7 +317,13 @@ def test_an_interrupt_while_modules_are_imported(tmp_path: Path, monkeypatch):
         "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    done = shell("serve", "demo", "--port", 0)
+    done = subprocess.run(
+        [sys.executable, "-m", "turnout", "serve", "demo", "--port", "0"],
+        capture_output=True,
+        text=True,
+        # A shell that starts tests in the background has them ignore Ctrl-C, and so would the command.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.server.processes import eventually, free_port
 from turnout.kernels.cpu import jit
 
 ROOT = Path(__file__).parents[1]
@@ -123,18 +124,18 @@ def test_the_cpu_image_installs_and_serves(tmp_path: Path):
     probe = [prefix / "bin/python", ROOT / "docker/healthcheck.py"]
     clean |= {
         "PATH": f"{prefix}/bin:{clean['PATH']}",
-        "TURNOUT_PORT": "31987",
+        "TURNOUT_PORT": str(free_port()),
         "XDG_CACHE_HOME": str(tmp_path),
     }
     assert subprocess.run(probe, env=clean, capture_output=True, check=False).returncode == 1
     server = subprocess.Popen([prefix / "bin/turnout", "serve", "demo"], env=clean, cwd=tmp_path)
     try:
-        for _ in range(120):
-            if subprocess.run(probe, env=clean, capture_output=True, check=False).returncode == 0:
-                break
+
+        def serves() -> bool:
             assert server.poll() is None
-        else:
-            pytest.fail("not ready")
+            return subprocess.run(probe, env=clean, capture_output=True, check=False).returncode == 0
+
+        assert eventually(serves, 120)
     finally:
         server.terminate()
         assert server.wait(60) == 0

@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,12 +81,19 @@ async def status(reader: asyncio.StreamReader) -> str:
 Attack = Callable[[Target, Found, float], Awaitable[None]]  # until time.perf_counter() reaches the third
 
 
+def rounds(until: float) -> Iterator[None]:
+    """One, and more until time.perf_counter() reaches `until`."""
+    yield
+    while time.perf_counter() < until:
+        yield
+
+
 def sending(path: str, body: Callable[[], bytes]) -> Attack:
     """One body again and again, on a new connection each time."""
 
     async def attack(target: Target, found: Found, until: float) -> None:
         content = body()
-        while time.perf_counter() < until:
+        for _ in rounds(until):
             start = time.perf_counter()
             async with connected(target) as (reader, writer):
                 writer.write(head(path, len(content), "Connection: close"))
@@ -100,7 +107,7 @@ async def chunking(target: Target, found: Found, until: float) -> None:
     """A body in chunks of one byte."""
     content = b"POST /v1/completions HTTP/1.1\r\nHost: siege\r\nTransfer-Encoding: chunked\r\n\r\n"
     content += b"1\r\na\r\n" * 2**16
-    while time.perf_counter() < until:
+    for _ in rounds(until):
         start = time.perf_counter()
         async with connected(target) as (reader, writer):
             writer.write(content)
@@ -111,7 +118,7 @@ def trickling(first: bytes, piece: bytes) -> Attack:
     """A piece each half second, until the server has had enough."""
 
     async def attack(target: Target, found: Found, until: float) -> None:
-        while time.perf_counter() < until:
+        for _ in rounds(until):
             start = time.perf_counter()
             async with connected(target) as (reader, writer):
                 writer.write(first)
@@ -148,7 +155,7 @@ async def not_reading(target: Target, found: Found, until: float) -> None:
 async def vanishing(target: Target, found: Found, until: float) -> None:
     """In turns: amid a large body, before the answer to one, amid a stream."""
     large, stream = text(), streaming(target, max_tokens=200)
-    while time.perf_counter() < until:
+    for _ in rounds(until):
         for content, part in ((large, len(large) // 2), (large, len(large)), (stream, len(stream))):
             start = time.perf_counter()
             async with connected(target) as (reader, writer):
@@ -164,7 +171,7 @@ async def flooding(target: Target, found: Found, until: float) -> None:
 
     async def one() -> None:
         content = json.dumps({"model": target.model, "prompt": [7], "max_tokens": 1}).encode()
-        while time.perf_counter() < until:
+        for _ in rounds(until):
             start = time.perf_counter()
             async with connected(target) as (reader, writer):
                 writer.write(head("/v1/completions", len(content)) + content)
@@ -192,7 +199,7 @@ def besiege(name: str, target: Target, clients: int, seconds: float) -> Found:
     found = Found()
 
     async def client(until: float) -> None:
-        while time.perf_counter() < until:
+        for _ in rounds(until):
             start = time.perf_counter()
             try:
                 async with asyncio.timeout(until - start + PATIENCE):

@@ -254,21 +254,23 @@ def test_normal_forms_shorten_text_by_no_more_than_the_bound_allows() -> None:
 
 
 def test_other_threads_run_while_a_text_is_tokenised(folder: Path) -> None:
+    """Pauses are what this thread computes between two looks of another one: a busy machine keeps both."""
     ours = Tokenizer.load(folder)
     pauses, stop = [0.0], threading.Event()
+    own = time.pthread_getcpuclockid(threading.get_ident())
 
     def watch() -> None:
-        last = time.perf_counter()
+        last = time.clock_gettime(own)
         while not stop.wait(0.001):
-            now = time.perf_counter()
+            now = time.clock_gettime(own)
             pauses.append(now - last)
             last = now
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    start = time.perf_counter()
+    start = time.clock_gettime(own)
     assert len(ours.encode("the quick brown fox " * 100_000)) == 2_000_000
-    took = time.perf_counter() - start
+    took = time.clock_gettime(own) - start
     stop.set()
     watcher.join()
     assert max(pauses) < took / 4, f"a pause of {max(pauses):.2f} s in {took:.2f} s"

@@ -43,6 +43,8 @@ class Counting:
         self.steps = 0
         self.step_sync = StepSync()
         self.synced: SyncedStep | None = None
+        self.may_step = threading.Event()
+        self.may_step.set()
 
     def add(self, request: AddRequest) -> None:
         if request.prompt_ids == [13]:
@@ -57,6 +59,7 @@ class Counting:
         self.synced = self.step_sync.sync(len(self.left), Phase.DECODE if self.left else None)
         if not self.synced.phase:
             return []
+        self.may_step.wait(60)
         time.sleep(0.002)
         self.steps += 1
         self.left = {id: left - 1 for id, left in self.left.items()}
@@ -126,8 +129,10 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 def test_requests_are_stepped_together(server: Server):
+    server.core.may_step.clear()
     server.add("long", 200)
     server.add("short", 3)
+    server.core.may_step.set()
     assert server.wait_for("long").finish_reason == "length"
     assert len(server.outputs("long")) == 200
     assert len(server.outputs("short")) == 3

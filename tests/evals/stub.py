@@ -25,7 +25,9 @@ class Stub(BaseHTTPRequestHandler):
             server.bodies.append((body, dict(self.headers)))
             server.busy += 1
             server.most = max(server.most, server.busy)
-        time.sleep(0.1)
+            server.lock.notify_all()
+            server.lock.wait_for(lambda: server.most >= server.together, 60)
+        time.sleep(0.1)  # in which more may come
         with server.lock:
             server.busy -= 1
         if server.status != 200:
@@ -58,9 +60,10 @@ class StubServer(ThreadingHTTPServer):
     def __init__(self, *, status: int = 200, models: bool = True, reply: str | None = None):
         super().__init__(("127.0.0.1", 0), Stub)
         self.status, self.models, self.reply = status, models, reply
-        self.lock = threading.Lock()
+        self.lock = threading.Condition()
         self.bodies: list[tuple[dict, dict]] = []
         self.busy = self.most = 0
+        self.together = 1  # requests that the first of them waits for
 
     @property
     def url(self) -> str:

@@ -42,6 +42,7 @@ def test_what_is_asked():
 @pytest.mark.parametrize("limit", [1, 3])
 def test_no_more_in_flight_than_asked_for(limit):
     with serving() as server:
+        server.together = limit
         ask(server.url, max_concurrency=limit)
     assert server.most == limit
 

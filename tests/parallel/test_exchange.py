@@ -64,19 +64,20 @@ def test_runs_with_files_of_their_own_do_not_meet(ranks: Pools):
     assert ranks(2).run(twice) == [[5, 6, 6, 7]] * 2
 
 
-def waits_long(rank: Rank, seconds: float) -> float:
-    """CPU seconds of a wait for the last rank, which comes late."""
+def waits_long(rank: Rank, seconds: float) -> tuple[float, float]:
+    """Seconds of CPU and on the clock of a wait for the last rank, which comes late."""
     exchange = SharedExchange(rank.folder / "steps", rank.number, rank.size)
     exchange(StepRecord())
     if rank.number == rank.size - 1:
         time.sleep(seconds)
-    before = time.process_time()
+    before, began = time.process_time(), time.monotonic()
     exchange(StepRecord())
-    return time.process_time() - before
+    return time.process_time() - before, time.monotonic() - began
 
 
 def test_waiting_leaves_the_cores_to_others(ranks: Pools):
-    assert max(ranks(2).run(waits_long, 1.0)) < 0.2
+    for used, waited in ranks(2).run(waits_long, 1.0):  # longer, where the last rank has to wait for a core
+        assert used < 0.2 * max(1.0, waited)
 
 
 def through_groups(rank: Rank) -> list[list[StepRecord]]:
@@ -133,7 +134,7 @@ def test_a_half_written_record_is_not_believed(pair: tuple[SharedExchange, Torn]
     listening.join(0.05)
     assert listening.heard is None
     torn.write(at, data)
-    listening.join(5)
+    listening.join(60)
     assert listening.heard == [StepRecord(), said(1, 1)]
 
 
@@ -144,5 +145,5 @@ def test_what_an_earlier_exchange_left_is_not_believed(pair: tuple[SharedExchang
         listening.join(0.02)
         assert listening.heard is None, f"exchange {number} took what exchange {number - 2} left"
         torn.write(*slot(number, said(1, number)))
-        listening.join(5)
+        listening.join(60)
         assert listening.heard == [StepRecord(), said(1, number)]

@@ -46,7 +46,7 @@ def test_drain_finishes_what_it_can_and_refuses_what_comes(tiny_folder: Path):
         httpx.Client(base_url=root, timeout=60) as http,  # made before: that takes long where others compute
     ):
         (engine,) = ranks_of(server)
-        endless = Background(root, tokens=500, n=8)
+        endless = Background(root, tokens=500, n=60)  # many times 500 steps, for 16 have pages at the end
         short = Background(root, tokens=8)
         engine.suspend()
         server.process.terminate()
@@ -72,7 +72,7 @@ def test_a_second_signal_ends_everything_at_once(tiny_folder: Path):
         Background(root, tokens=480, n=8)
         engine.suspend()  # so that there is something to wait for
         server.process.send_signal(signal.SIGINT)
-        while httpx.get(f"{root}/ready").status_code == 200:
+        while httpx.get(f"{root}/ready", timeout=60).status_code == 200:
             time.sleep(0.01)
         server.process.terminate()
         assert server.process.wait(50) == 128 + signal.SIGTERM  # of the 100 s that it may drain
@@ -99,7 +99,7 @@ def test_a_terminal_that_closes_lets_answers_finish(tiny_folder: Path):
                     psutil.NoSuchProcess
                 ):  # one that still imports ends, and is started when needed
                     process.send_signal(signal.SIGHUP)
-            while httpx.get(f"{root}/ready").status_code == 200:
+            while httpx.get(f"{root}/ready", timeout=60).status_code == 200:
                 time.sleep(0.01)
         engine.resume()
         assert answer.num_tokens() == 300
@@ -120,8 +120,12 @@ def test_a_rank_that_dies_while_the_server_leaves_is_said_in_one_line(tiny_folde
         (engine,) = ranks_of(server)
         # The server learns of both at once, in either order. Only its main thread gets the signal.
         process = psutil.Process(server.process.pid)
-        threads = [thread.id for thread in process.threads()]
-        assert [thread for thread in threads if not holds_signals(process.pid, thread)] == [process.pid]
+
+        def only_the_main_one_gets_it() -> bool:  # but while it starts a process
+            threads = [thread.id for thread in process.threads()]
+            return [thread for thread in threads if not holds_signals(process.pid, thread)] == [process.pid]
+
+        assert eventually(only_the_main_one_gets_it)
         process.suspend()
         server.process.terminate()
         engine.kill()
@@ -135,15 +139,18 @@ def test_a_rank_that_dies_while_the_server_leaves_is_said_in_one_line(tiny_folde
 
 def test_ctrl_c_while_the_ranks_process_starts(tiny_folder: Path):
     """All processes of the command get it, one of which has only begun to import what it needs."""
-    server = ServerProcess(tiny_config(tiny_folder), show=False, own_group=True)
-    try:
-        assert eventually(lambda: len(psutil.Process(server.process.pid).children()) > 0)
-        os.killpg(server.process.pid, signal.SIGINT)
-        assert server.process.wait(60) == 0
-        assert server.last_lines() == ""
-    finally:
-        server.process.kill()
-        server.stop()
+    for _ in range(5):  # a busy machine may let it import all before it is interrupted
+        server = ServerProcess(tiny_config(tiny_folder), show=False, own_group=True)
+        try:
+            assert eventually(lambda: len(psutil.Process(server.process.pid).children()) > 0)  # noqa: B023
+            os.killpg(server.process.pid, signal.SIGINT)
+            assert server.process.wait(60) == 0
+            if "Qwen3MoeForCausalLM" not in server.last_lines():
+                break
+        finally:
+            server.process.kill()
+            server.stop()
+    assert server.last_lines() == ""
 
 
 def test_nohup_keeps_a_server(tiny_folder: Path):
@@ -165,7 +172,9 @@ def test_without_request_restarts_a_killed_engine_fails_every_request(tiny_folde
             target=lambda: whole.append(httpx.post(f"{root}/v1/completions", json=body, timeout=60))
         )
         thread.start()
-        assert eventually(lambda: httpx.get(f"{root}/server_info").json()["requests"]["active"] == 2)
+        assert eventually(
+            lambda: httpx.get(f"{root}/server_info", timeout=60).json()["requests"]["active"] == 2
+        )
         engine.kill()
         refused = refusal(root, 50)
         assert streamed.error()["type"] == "server_error"
@@ -178,7 +187,7 @@ def test_without_request_restarts_a_killed_engine_fails_every_request(tiny_folde
         assert eventually(lambda: is_ready(root))
         again = httpx.post(f"{root}/v1/completions", json=body | {"max_tokens": 3}, timeout=60)
         assert again.json()["usage"]["completion_tokens"] == 3
-        assert httpx.get(f"{root}/server_info").json()["restarts"] == 1
+        assert httpx.get(f"{root}/server_info", timeout=60).json()["restarts"] == 1
         assert server.stop() == 0
         assert "the engine process was killed by SIGKILL" in server.last_lines()
         assert "Traceback" not in server.last_lines()
@@ -200,9 +209,13 @@ def test_a_killed_server_leaves_nothing_behind(tiny_folder: Path):
 
 
 def test_before_the_model_is_loaded(tiny_folder: Path):
+    """The process that ranks are copies of is stopped as soon as it is there, before it has imported all."""
     port = free_port()
     server = ServerProcess(tiny_config(tiny_folder, port=port), show=False)
     try:
+        assert eventually(lambda: len(psutil.Process(server.process.pid).children()) > 0)
+        for child in psutil.Process(server.process.pid).children():
+            child.suspend()
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
 
             def listens() -> bool:

@@ -59,7 +59,7 @@ def behind(
     words = [
         *(command, *ROUTERS[request.param], "--host", "127.0.0.1", "--port", str(port)),
         *("--worker-urls", *roots, "--prometheus-port", str(free_port())),
-        *("--health-check-interval-secs", "2", "--health-check-timeout-secs", "2"),
+        *("--health-check-interval-secs", "2", "--health-check-timeout-secs", "10"),
     ]
     with (tmp_path / "router.log").open("wb") as log:
         router = subprocess.Popen(words, stdout=log, stderr=log)
@@ -100,7 +100,7 @@ def statuses(root: str) -> Counter[int]:
 
 
 def generated(root: str) -> float:
-    lines = httpx.get(f"{root}/metrics").text.splitlines()
+    lines = httpx.get(f"{root}/metrics", timeout=60).text.splitlines()
     return sum(
         float(line.split()[-1]) for line in lines if line.startswith("turnout:generation_tokens_total")
     )

@@ -62,7 +62,7 @@ def test_a_stop_string_cuts_between_tokens_of_one_step(base_url: str, drafting: 
 
 
 def values(base_url: str) -> dict[str, float]:
-    text = httpx.get(base_url.removesuffix("/v1") + "/metrics").text
+    text = httpx.get(base_url.removesuffix("/v1") + "/metrics", timeout=60).text
     families = text_string_to_metric_families(text)
     return {sample.name: sample.value for family in families for sample in family.samples}
 
@@ -79,5 +79,5 @@ def test_drafts_are_counted_and_each_token_has_its_latency(drafting: str):
     assert gained["turnout:steps_total"] == 80 - accepted
     assert events < 80 or accepted == 0
     assert 0 < after["turnout:spec_accepted_tokens_total"] < after["turnout:spec_draft_tokens_total"]
-    (rank,) = httpx.get(drafting.removesuffix("/v1") + "/server_info").json()["ranks"]
+    (rank,) = httpx.get(drafting.removesuffix("/v1") + "/server_info", timeout=60).json()["ranks"]
     assert rank["spec_accepted_tokens"] == after["turnout:spec_accepted_tokens_total"]

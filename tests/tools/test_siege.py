@@ -30,7 +30,7 @@ def test_attacks_are_counted_and_survived(base_url: str, monkeypatch: pytest.Mon
         assert 0 < row["health_p50_ms"] <= row["health_p99_ms"] <= row["health_max_ms"]
         assert row["pause_count"] >= 19
         assert 0 < row["rss_before_mb"] <= row["rss_peak_mb"] + 1
-    assert httpx.get(base_url.replace("/v1", "/ready")).status_code == 200
+    assert httpx.get(base_url.replace("/v1", "/ready"), timeout=60).status_code == 200
 
 
 @pytest.mark.parametrize("url", ["http://192.0.2.1/v1", "http://0.0.0.0:30000/v1"])

@@ -22,7 +22,9 @@ def test_loads_with_a_schema_and_without_are_measured_in_turns(
     )
     assert token["ratio"] == pytest.approx(token["structured"][0] / token["plain"][0])
     load = structured_cost.structured(ServeBench(seed=7), 7)
-    reply = httpx.post(f"{base_url}/completions", json={"prompt": "a", "max_tokens": 40, **load.extra})
+    reply = httpx.post(
+        f"{base_url}/completions", json={"prompt": "a", "max_tokens": 40, **load.extra}, timeout=60
+    )
     assert reply.json()["choices"][0]["text"].startswith("[")
     assert not load.ignore_eos
 

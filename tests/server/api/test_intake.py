@@ -152,8 +152,10 @@ def test_large_requests_delay_nobody_and_leave_no_memory_behind(root: str, http:
     before = server.memory_info().rss
     with Health(root) as health, ThreadPoolExecutor(8) as clients:
         found = list(clients.map(send, REQUESTS * 4))
+        while health.count <= 20 and len(found) < 100 * len(REQUESTS):  # on a fast machine, or a busy one
+            found += clients.map(send, REQUESTS * 4)
         peak = server.memory_info().rss
-    assert found == [(400, code) for _, _, code in REQUESTS] * 4
+    assert found == [(400, code) for _, _, code in REQUESTS] * (len(found) // len(REQUESTS))
     assert health.count > 20
     # 12.8 s when bodies were parsed by it; a second or so on two cores that run other tests too
     assert health.longest < 8, "the server's loop was blocked"
@@ -188,11 +190,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def small_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """uvicorn as the server runs it, impatient, before nothing but an intake; its address."""
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "REQUEST_SECONDS", 0.5)
     monkeypatch.setattr(guard, "WRITE_SECONDS", 0.5)
     monkeypatch.setattr(connection, "BODY_SECONDS", 0.5)
+
+
+@pytest.fixture
+def small_server(folder: Path) -> Iterator[str]:
+    """uvicorn as the server runs it, before nothing but an intake; its address."""
     app = FastAPI()
     handle_errors(app)
     reads: list[Intake] = []
@@ -241,6 +247,7 @@ def until_closed(client: socket.socket) -> bytes:
 HEAD = b"POST /tokenize HTTP/1.1\r\nHost: a\r\n"
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("before", [b"", b"POST /unread HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n"])
 def test_a_head_that_does_not_come_is_answered_408(small_server: str, before: bytes):
     with closing(connect(small_server)) as client:
@@ -267,11 +274,13 @@ def test_a_head_that_does_not_come_is_answered_408(small_server: str, before: by
         assert "did not arrive" in json.loads(body)["error"]["message"]
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_connection_that_says_nothing_is_closed_without_a_word(small_server: str):
     with closing(connect(small_server)) as client:
         assert until_closed(client) == b""
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_body_that_does_not_come_is_answered_408(small_server: str):
     with closing(connect(small_server)) as client:
         client.sendall(HEAD + b"Content-Length: 100000\r\n\r\n" + b'{"prompt":')
@@ -280,12 +289,14 @@ def test_a_body_that_does_not_come_is_answered_408(small_server: str):
         assert b"came too slowly" in answer
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_body_that_nobody_reads_does_not_keep_the_connection(small_server: str):
     with closing(connect(small_server)) as client:
         client.sendall(b"POST /unread HTTP/1.1\r\nHost: a\r\nContent-Length: 100000\r\n\r\n{")
         assert until_closed(client).startswith(b"HTTP/1.1 200 ")
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_client_that_reads_no_answer_is_disconnected(small_server: str):
     with closing(connect(small_server)) as client:
         client.sendall(b"GET /much HTTP/1.1\r\nHost: a\r\n\r\n")
@@ -324,8 +335,9 @@ def test_what_is_not_http_is_answered_in_the_shape_of_errors(
     assert not caplog.records  # a line for each would let anybody fill the disk
 
 
-def test_a_connection_serves_many_requests(small_server: str):
+def test_a_connection_serves_many_requests(small_server: str, monkeypatch: pytest.MonkeyPatch):
     """Also after longer pauses than a head may take."""
+    monkeypatch.setattr(guard, "REQUEST_SECONDS", 0.5)
     with httpx.Client(base_url=small_server, timeout=60) as http:
         for size in (10, 300, 60_000):
             body = {"prompt": "x" * 10, "user": "y" * size}

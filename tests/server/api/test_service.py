@@ -33,13 +33,13 @@ def guarded(tiny_folder: Path) -> Iterator[str]:
 def test_the_key_guards_all_but_probes_and_metrics(guarded: str):
     root = guarded.removesuffix("/v1")
     for path in ("/health", "/ready", "/metrics"):
-        assert httpx.get(root + path).status_code == 200
+        assert httpx.get(root + path, timeout=60).status_code == 200
     for path in ("/v1/models", "/version", "/server_info", "/openapi.json"):
-        assert httpx.get(root + path).status_code == 401
+        assert httpx.get(root + path, timeout=60).status_code == 401
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/restart"):
         for given in (None, KEY, "Bearer", "Bearer wrong", f"Basic {KEY}", f"Bearer{KEY}", f"Bearer {KEY}é"):
             header = {} if given is None else {"Authorization": given.encode()}
-            reply = httpx.post(root + path, json={"prompt": "a"}, headers=header)
+            reply = httpx.post(root + path, json={"prompt": "a"}, headers=header, timeout=60)
             assert reply.status_code == 401
             assert reply.json()["error"]["code"] == "invalid_api_key"
     with pytest.raises(openai.AuthenticationError):
@@ -59,11 +59,13 @@ def test_who_has_no_key_to_show_cannot_restart_ranks(http: httpx.Client):
 def test_the_scheme_is_case_insensitive(guarded: str, scheme: str):
     """RFC 9110, 11.1 and 11.4: the scheme's case does not matter, and one or more spaces follow it."""
     header = {"Authorization": f"{scheme} {KEY}"}
-    assert httpx.get(f"{guarded}/models", headers=header).status_code == 200
+    assert httpx.get(f"{guarded}/models", headers=header, timeout=60).status_code == 200
 
 
 def test_the_key_is_shown_to_nobody(guarded: str):
-    info = httpx.get(guarded.removesuffix("/v1") + "/server_info", headers={"Authorization": f"Bearer {KEY}"})
+    info = httpx.get(
+        guarded.removesuffix("/v1") + "/server_info", headers={"Authorization": f"Bearer {KEY}"}, timeout=60
+    )
     assert info.json()["config"]["api_key"] == "***"
     assert KEY not in info.text
     server = psutil.Process(info.json()["pid"])
@@ -75,7 +77,7 @@ def test_a_full_queue_answers_503_and_recovers(guarded: str):
     """The engine stands still until the queue is full, however fast it is."""
     headers = {"Authorization": f"Bearer {KEY}"}
     body = {"prompt": "busy", "max_tokens": 100, "ignore_eos": True}
-    info = httpx.get(guarded.removesuffix("/v1") + "/server_info", headers=headers).json()
+    info = httpx.get(guarded.removesuffix("/v1") + "/server_info", headers=headers, timeout=60).json()
     engine = psutil.Process(info["ranks"][0]["pid"])
 
     async def burst() -> list[httpx.Response]:
@@ -96,7 +98,7 @@ def test_a_full_queue_answers_503_and_recovers(guarded: str):
         if reply.status_code == 503:
             assert reply.json()["error"]["code"] == "queue_full"
             assert reply.headers["retry-after"] == "1"
-    assert httpx.post(f"{guarded}/completions", json=body, headers=headers).status_code == 200
+    assert httpx.post(f"{guarded}/completions", json=body, headers=headers, timeout=60).status_code == 200
 
 
 def expert_tokens(http: httpx.Client) -> dict[tuple[str, str], float]:

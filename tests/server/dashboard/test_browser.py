@@ -84,7 +84,7 @@ def test_numbers_are_those_of_metrics_and_the_map_follows_the_experts(
 ):
     _, root = served
     page.open(f"{root}/dashboard")
-    with httpx.Client(base_url=root) as http:
+    with httpx.Client(base_url=root, timeout=60) as http:
         ticked(page, 3)
         await_reports(root, ranks=2)
         before = expert_tokens(http)

@@ -48,7 +48,7 @@ def messages(lines: Iterator[str]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def test_only_the_key_opens_it(guarded: str):
-    with httpx.Client(base_url=guarded) as http:
+    with httpx.Client(base_url=guarded, timeout=60) as http:
         form = http.get("/dashboard")
         assert form.status_code == 401
         assert "<form" in form.text
@@ -67,8 +67,11 @@ def test_only_the_key_opens_it(guarded: str):
         assert KEY not in "".join(http.cookies.values())
         assert http.get("/v1/models").status_code == 401  # the cookie opens nothing else
     bearer = {"Authorization": f"Bearer {KEY}"}
-    assert httpx.get(f"{guarded}/dashboard", headers=bearer).status_code == 200
-    assert httpx.get(f"{guarded}/dashboard", cookies={"turnout_dashboard": "0" * 64}).status_code == 401
+    assert httpx.get(f"{guarded}/dashboard", headers=bearer, timeout=60).status_code == 200
+    assert (
+        httpx.get(f"{guarded}/dashboard", cookies={"turnout_dashboard": "0" * 64}, timeout=60).status_code
+        == 401
+    )
 
 
 def test_pages_may_load_nothing_from_elsewhere(http: httpx.Client):
@@ -137,7 +140,7 @@ def test_nothing_ticks_while_nobody_looks():
 def test_a_server_that_leaves_does_not_wait_for_viewers(guarded_server: tuple[ServerProcess, str]):
     """The last test here: it ends the server."""
     (server, root), bearer = guarded_server, {"Authorization": f"Bearer {KEY}"}
-    with httpx.stream("GET", f"{root}/dashboard/events", headers=bearer) as reply:
+    with httpx.stream("GET", f"{root}/dashboard/events", headers=bearer, timeout=60) as reply:
         feed = messages(reply.iter_lines())
         next(feed)
         server.process.terminate()

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -79,8 +80,12 @@ def served(dialled: Dialled) -> str:
     return dialled.head.wait_ready().removesuffix("/v1")
 
 
+def info(root: str) -> dict[str, Any]:
+    return httpx.get(f"{root}/server_info", timeout=60).json()
+
+
 def process_of(root: str, rank: int) -> psutil.Process:
-    return psutil.Process(httpx.get(f"{root}/server_info").json()["ranks"][rank]["pid"])
+    return psutil.Process(info(root)["ranks"][rank]["pid"])
 
 
 def starter_of(rank: psutil.Process) -> psutil.Process:
@@ -96,7 +101,7 @@ def test_answers_are_those_of_one_rank(served: str, root: str):
             for at in (served, root)
         ]
         assert texts[0] == texts[1]
-    ranks = httpx.get(f"{served}/server_info").json()["ranks"]
+    ranks = info(served)["ranks"]
     assert [rank["steps"] > 0 for rank in ranks] == [True, True]
 
 
@@ -111,7 +116,7 @@ def test_a_killed_one_is_replaced_by_one_that_dials_in(dialled: Dialled, served:
     dialled.rank()
     for stream in running:
         assert stream.num_tokens() == TOKENS
-    why = httpx.get(f"{served}/server_info").json()["last_failure"]
+    why = info(served)["last_failure"]
     assert f"rank 0 is lost: on {socket.gethostname()} (127.0.0.1) it closed its connection" in why
 
 
@@ -126,7 +131,8 @@ def test_a_spare_takes_over(dialled: Dialled, served: str):
     worker = process_of(served, 1)
     starter_of(worker).terminate()  # told to stop, it says so
     assert running.result()[-1] == "[DONE]"
-    assert "it was told to stop" in httpx.get(f"{served}/server_info").json()["last_failure"]
+    assert eventually(lambda: "it was told to stop" in info(served)["last_failure"])
+    assert eventually(lambda: is_ready(served))
     assert fork_server.pid in {process_of(served, rank).ppid() for rank in (0, 1)}
 
 
@@ -195,7 +201,8 @@ def test_a_stopped_head_is_given_up_and_served_again_when_it_runs(tiny_folder: P
         stopped = time.monotonic()
         head.suspend()
         assert eventually(lambda: all(has_ended(worker) for worker in workers))
-        assert HEAD_SILENT_SECONDS - ALIVE_SECONDS - 1 < time.monotonic() - stopped < 2 * HEAD_SILENT_SECONDS
+        # The last sign of life may be older where the head had to wait for a core.
+        assert HEAD_SILENT_SECONDS - ALIVE_SECONDS - 5 < time.monotonic() - stopped < 2 * HEAD_SILENT_SECONDS
         _, said = spare.communicate(timeout=60)
         assert spare.returncode == 2
         assert f"it has not been heard for {HEAD_SILENT_SECONDS:g} s, as if it were stopped" in said

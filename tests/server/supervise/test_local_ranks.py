@@ -108,7 +108,10 @@ def test_all_choices_and_prompts_of_one_request(ready: Served, root: str):
     """They spread over the ranks and come back in order."""
     _, two = ready
     several = {"n": 2, "max_tokens": 6, "seed": 3, "temperature": 0.8}
-    both = [httpx.post(f"{at}/v1/completions", json={"prompt": PROMPTS} | several) for at in (two, root)]
+    both = [
+        httpx.post(f"{at}/v1/completions", json={"prompt": PROMPTS} | several, timeout=60)
+        for at in (two, root)
+    ]
     answers = [[choice["text"] for choice in reply.json()["choices"]] for reply in both]
     assert len(answers[0]) == 2 * len(PROMPTS)
     assert answers[0] == answers[1]

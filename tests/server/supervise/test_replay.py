@@ -116,14 +116,14 @@ def test_a_request_that_kills_ranks_ends_and_no_other(
         assert refused.status_code == 500
         assert refused.json()["error"]["code"] == "engine_failed"
         (died,) = re.findall(r"the ranks died (\d+) times over this", refused.json()["error"]["message"])
-        assert eventually(lambda: httpx.get(f"{made.root}/ready").status_code == 200)
-        info = httpx.get(f"{made.root}/server_info", headers=chaos.HEADERS).json()
+        assert eventually(lambda: httpx.get(f"{made.root}/ready", timeout=60).status_code == 200)
+        info = httpx.get(f"{made.root}/server_info", headers=chaos.HEADERS, timeout=60).json()
         assert info["restarts"] == int(died)
         computed = min(
             sum(body.get("n", 1) for body in made.asked) + 1, fields.get("max_running_requests", 64)
         )
         assert 4 <= int(died) <= 2 + math.log2(computed) + 1  # found by bisection
-        metrics = httpx.get(f"{made.root}/metrics", headers=chaos.HEADERS).text
+        metrics = httpx.get(f"{made.root}/metrics", headers=chaos.HEADERS, timeout=60).text
         (ended,) = re.findall(r'request_success_total{finished_reason="error".*} (.*)', metrics)
         assert float(ended) == 1
 
@@ -150,5 +150,5 @@ def test_ranks_that_restart_serve_what_lies_on_the_disk_then(tiny_folder: Path, 
         served = server.base_url.removesuffix("/v1")
         assert texts(served) != texts(root)
         shutil.copy(tiny_folder / file.name, file)
-        httpx.post(f"{served}/restart", headers=chaos.HEADERS).raise_for_status()
+        httpx.post(f"{served}/restart", headers=chaos.HEADERS, timeout=60).raise_for_status()
         assert texts(served) == texts(root)

@@ -10,7 +10,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.server.processes import Background, eventually, has_ended
+from tests.server.processes import Background, eventually, has_ended, is_ready
 from tests.serving import tiny_config
 from tests.tiny import write_model
 from turnout.server.launch import ServerProcess
@@ -52,7 +52,9 @@ def kill_while_streaming(root: str, *victims: psutil.Process) -> list[list[str]]
     for victim in victims:
         victim.kill()
     found = tokens(stream)
-    assert info(root)["restarts"] == before + 1
+    # Where the machine is busy the stream may have ended before its rank was killed.
+    assert eventually(lambda: info(root)["restarts"] == before + 1)
+    assert eventually(lambda: is_ready(root))
     return found
 
 
