@@ -9,11 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.server.processes import eventually, has_ended
+from turnout.engine import fork_server
 from turnout.engine.fork_server import ForkedProcess, ForkServer
 
 
@@ -79,6 +81,15 @@ def test_what_ranks_on_gpus_import_opens_no_driver():
         "assert not fork_server._driver_is_open()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_kernels_that_cannot_be_imported_stay_with_the_ranks(tmp_path: Path, monkeypatch, capsys):
+    """As with a Triton that lacks what they are written in: a rank may do without them."""
+    (tmp_path / "made_for_another_triton.py").write_text("import triton\ntriton.absent\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(fork_server, "IMPORTED_ON_GPU", ("made_for_another_triton",))
+    fork_server.import_for_gpus()
+    assert "ranks import GPU kernels themselves: AttributeError: module 'triton'" in capsys.readouterr().err
 
 
 def test_ranks_end_when_the_fork_server_is_killed_and_another_takes_its_place(server: ForkServer):

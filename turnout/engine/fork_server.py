@@ -331,8 +331,10 @@ def _import_all() -> bool:
 
 
 def import_for_gpus() -> None:
-    """Import what ranks on GPUs need and read what Triton reads once: over a second of each of them."""
-    with suppress(ImportError):  # without Triton, of which the plan tells
+    """Import what ranks on GPUs need and read what Triton reads once: over a second of each of them.
+
+    What cannot be imported stays with the ranks, which may not need it, or say what is wrong."""
+    try:
         from turnout.kernels.common.compilation import hash_compiler
 
         hash_compiler()
@@ -341,6 +343,10 @@ def import_for_gpus() -> None:
         for package in (importlib.import_module(f"turnout.kernels.{name}") for name in KERNELS):
             for found in pkgutil.iter_modules(package.__path__):
                 importlib.import_module(f"{package.__name__}.{found.name}")
+    except ImportError:  # without Triton, of which the plan tells
+        return
+    except Exception as error:
+        print(f"ranks import GPU kernels themselves: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def _become_keeper(door: Connection) -> NoReturn:
