@@ -42,6 +42,7 @@ from turnout.parallel.groups import Groups
 from turnout.vocabulary import Layout, Phase
 
 logger = logging.getLogger(__name__)
+BEYOND = 80  # tokens, of which connections of streams are cut as those of 64 (kernels/common/streams.py)
 
 
 class Tuner:
@@ -157,9 +158,10 @@ def empty_batch(spec: MoESpec, tokens: int, dtype: torch.dtype, device: torch.de
 
 def prompt_sizes(most: int) -> list[int]:
     """Tokens of steps that between them take every kernel of a prompt outside the experts, whose sizes
-    `compile_experts` finds: all of those change at powers of two."""
+    `compile_experts` finds: those change at powers of two, and connections of streams behind BEYOND too."""
     powers = [1 << i for i in range(most.bit_length())]
-    return sorted({size for power in powers for size in (power, power - 1) if size} | {most})
+    sizes = {size for power in powers for size in (power, power - 1) if size}
+    return sorted(sizes | {min(BEYOND, most), most})
 
 
 def first_prompts(

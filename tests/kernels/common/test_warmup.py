@@ -175,6 +175,20 @@ def fp8_matrices(size: int) -> None:
                 rows.norm(b16(size, outputs), b16(outputs), 1e-6, parts)
 
 
+def connected_products(size: int) -> None:
+    """What attention of DeepSeek-V4 gives, in parts, added to its residual streams."""
+    outputs, inputs = MATRICES["v4 o_b"]
+    fn, base, scale = torch.empty(24, 4 * outputs), torch.empty(24), torch.empty(3)
+    data = torch.empty(outputs, inputs, dtype=torch.float8_e4m3fn)
+    weight = dense.Fp8Weight(data, torch.empty(inputs // 128, outputs), 128)
+    with patch.object(dense_fp8, "runs", lambda *_: True):
+        parts = dense._parts(b16(size, inputs), weight, None)
+    streams.connect(
+        b16(size, 4, outputs), (torch.empty(size, 4), b16(size, outputs) if parts is None else parts),
+        fn, base, scale, b16(outputs), iterations=20, eps=1e-6, norm_eps=1e-6, gain_eps=1e-6,
+    )  # fmt: skip
+
+
 def wire(size: int) -> None:
     """Rows for other ranks, and the sums of what comes back."""
     ids, weights = torch.empty(size, 8, dtype=torch.int32), torch.empty(size, 8)
@@ -352,10 +366,10 @@ def normed_products(size: int) -> None:
 
 
 PARTS = (
-    norm, rotate, sums, routing, low_ranks, products, connections, divided, fp8_products, fp8_matrices, wire,
-    states, state_prompts, index_scores, compressed_attention, compressed_attention_on_hopper,
-    latent_prompts, prompt_attention, row_attention, windowed_attention, chosen_attention,
-    grammar_masks, draws_by_top_p, normed_products,
+    norm, rotate, sums, routing, low_ranks, products, connections, divided, fp8_products, fp8_matrices,
+    connected_products, wire, states, state_prompts, index_scores, compressed_attention,
+    compressed_attention_on_hopper, latent_prompts, prompt_attention, row_attention, windowed_attention,
+    chosen_attention, grammar_masks, draws_by_top_p, normed_products,
 )  # fmt: skip
 
 
