@@ -277,7 +277,7 @@ def dense_parameters(
     split = topology.attention_tp
     kv, local_kv = (
         sum(layer.token_bytes(1) for layer in layers)
-        for layers in (shape.attention, [layer.split(split) for layer in shape.attention])
+        for layers in (shape.attention, _local_layers(description, topology))
     )
     sharded = moe.shared_expert == SharedExpert.SHARDED
     return {

@@ -88,7 +88,7 @@ def search(
             if not wrong_layout and candidate.rank_bytes(problem.num_layers) <= problem.hardware.memory_bytes:
                 candidates.append(candidate)
             elif candidate.prefill is candidate.decode:  # a mixture adds nothing to what either says
-                refused += wrong_layout or [_memory_refusal(problem, candidate)]
+                refused += wrong_layout or [_memory_refusal(sizes_of, candidate)]
     return sorted(candidates, key=lambda c: c.order), list(dict.fromkeys(refused))
 
 
@@ -99,6 +99,29 @@ class _Sizes:
         self.problem = problem
         self._workspaces: dict[tuple[str, str, Phase, WeightStorage, Format], int] = {}
         self._buffers: dict[tuple[str, Phase, Format], int] = {}
+        self._wires: dict[tuple[str, str, Format], Format] = {}
+        self._under: dict[Budget, _Sizes] = {}
+
+    def under(self, budget: Budget) -> _Sizes:
+        """Under another budget."""
+        if budget not in self._under:
+            self._under[budget] = _Sizes(replace(self.problem, budget=budget))
+        return self._under[budget]
+
+    def wire(self, runner: RunnerCapability, dispatcher: DispatcherCapability, activation: Format) -> Format:
+        """The format of tokens on their way to the experts."""
+        part = (runner.name, dispatcher.name, activation)
+        if part not in self._wires:
+            problem = self.problem
+            self._wires[part] = wire_format(
+                runner,
+                dispatcher,
+                problem.spec,
+                problem.request.moe_dispatch_dtype,
+                activation,
+                dp_size=problem.topology.dp_size,
+            )
+        return self._wires[part]
 
     def workspace(
         self,
@@ -163,17 +186,7 @@ def _join(
     )
     feeds = {Phase.PREFILL: prefill, Phase.DECODE: decode}
     copies = 2 if runner.weights_per_layout and prefill.layout != decode.layout else 1
-    wire = {
-        phase: wire_format(
-            runner,
-            feeds[phase],
-            problem.spec,
-            problem.request.moe_dispatch_dtype,
-            activation,
-            dp_size=problem.topology.dp_size,
-        )
-        for phase in PHASES
-    }
+    wire = {phase: sizes_of.wire(runner, feeds[phase], activation) for phase in PHASES}
     return Candidate(
         runner=runner,
         prefill=prefill,
@@ -204,12 +217,11 @@ def _join(
     )
 
 
-def _needed(problem: PlanningProblem, candidate: Candidate) -> int:
+def _needed(sizes_of: _Sizes, candidate: Candidate) -> int:
     """`Candidate.rank_bytes` under another budget."""
     feeds = {phase: candidate.dispatcher(phase) for phase in PHASES}
-    sizes_of = _Sizes(problem)
     return (
-        candidate.weight_bytes * problem.num_layers
+        candidate.weight_bytes * sizes_of.problem.num_layers
         + sizes_of.workspace(candidate.runner, feeds, candidate.storage, candidate.activation)
         + sizes_of.dispatch(feeds, candidate.wire)
     )
@@ -231,13 +243,14 @@ def _layout_refusals(candidate: Candidate) -> list[Refusal]:
     ]
 
 
-def _memory_refusal(problem: PlanningProblem, candidate: Candidate) -> Refusal:
+def _memory_refusal(sizes_of: _Sizes, candidate: Candidate) -> Refusal:
     """Why what a rank needs is more than the whole device has."""
+    problem = sizes_of.problem
     needed = candidate.rank_bytes(problem.num_layers)
     experts = candidate.weight_bytes * problem.num_layers
 
     def fits(smaller: Budget) -> bool:
-        return _needed(replace(problem, budget=smaller), candidate) <= problem.hardware.memory_bytes
+        return _needed(sizes_of.under(smaller), candidate) <= problem.hardware.memory_bytes
 
     remedies = sizes.fewer_tokens(problem.budget, fits, in_chunks=candidate.prefill.in_chunks)
     if experts > needed // 2:

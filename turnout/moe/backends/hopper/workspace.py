@@ -8,8 +8,6 @@ per expert.
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 from turnout.formats.spec import FORMATS
 from turnout.moe.backends.hopper.kernels.fp8_sorted import Fp8Sorted
 from turnout.moe.backends.hopper.layer_shape import W4A8, LayerShape
@@ -54,7 +52,7 @@ def regions(shape: LayerShape, layout: Layout, rows: int) -> dict[str, int]:
 
 def layer_shape(share: Share) -> LayerShape:
     """What of `share` the kernels' sizes follow from."""
-    sizes = asdict(share.shape)
+    sizes = vars(share.shape)
     w4a8 = (share.shape.format, share.activations) == (Format.MXFP4, Format.FP8)
     return LayerShape(**sizes | ({"format": W4A8} if w4a8 else {}))
 
