@@ -19,7 +19,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -204,7 +204,7 @@ def server_of(config: ServerConfig, *, faults: bool = True) -> Iterator[tuple[Se
 class CpuWaits:
     """For how long the main threads of processes were ready to run and none of the CPUs had time for them."""
 
-    def __init__(self, pids: Sequence[int]):
+    def __init__(self, pids: Iterable[int]):
         self._first = {pid: self._of(pid) for pid in pids}
         self._last = dict(self._first)
 
@@ -212,6 +212,12 @@ class CpuWaits:
         """In seconds, of all processes together, those that have ended up to the look before."""
         self._last = {pid: max(last, self._of(pid)) for pid, last in self._last.items()}
         return sum(self._last[pid] - first for pid, first in self._first.items())
+
+    def add(self, pids: Iterable[int]) -> None:
+        """Also those of processes that have started since, from their start."""
+        for pid in pids:
+            self._first.setdefault(pid, 0.0)
+            self._last.setdefault(pid, 0.0)
 
     @staticmethod
     def _of(pid: int) -> float:
@@ -360,7 +366,7 @@ class Chaos:
             "count": len(of_kind),
             **{
                 name: spread([failure[name] for failure in of_kind])
-                for name in ("noticed_s", "noticed_less_cpu_waits_s", "ready_s")
+                for name in ("noticed_s", "noticed_less_cpu_waits_s", "ready_s", "cpu_waits_s")
                 if any(name in failure for failure in of_kind)
             },
             "said": of_kind[-1]["said"] if of_kind else "",

@@ -45,6 +45,7 @@ RAY = {
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",  # with these, a lost node is replaced after 3 s instead of 13
 }
+LOOK_SECONDS = 0.2  # between looks for processes that have started
 GRACE_SECONDS = 30.0  # for ranks that are sent home
 
 
@@ -165,6 +166,24 @@ def _pids(node: Any) -> set[int]:
     return {started.process.pid for kind in node.all_processes.values() for started in kind}
 
 
+class AllCpuWaits(chaos.CpuWaits):
+    """Of this process and all that it has started, also meanwhile: head, ranks, and those of Ray."""
+
+    def __init__(self) -> None:
+        super().__init__(self._pids())
+        self._looked = time.monotonic()
+
+    def look(self) -> float:
+        if time.monotonic() - self._looked > LOOK_SECONDS:
+            self.add(self._pids())
+            self._looked = time.monotonic()
+        return super().look()
+
+    @staticmethod
+    def _pids() -> list[int]:
+        return [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
+
+
 class HostsChaos(chaos.Chaos):
     """`site` fails instead of single ranks."""
 
@@ -172,13 +191,24 @@ class HostsChaos(chaos.Chaos):
 
     async def _fail(self, kind: str) -> None:
         pid = (await self._info())["ranks"][-1]["pid"]
+        waits = AllCpuWaits()
         start = time.monotonic()
         self.site.fail(kind, pid)
-        noticed = await self._until(lambda ready: not ready) - start
+        noticed = await self._until(lambda ready: not ready, waits) - start
+        on_time = noticed - waits.look()
         self.site.restore(kind)
-        ready = await self._until(lambda ready: ready) - start
+        ready = await self._until(lambda ready: ready, waits) - start
         why = (await self._info())["last_failure"]
-        self.failures.append({"kind": kind, "noticed_s": noticed, "ready_s": ready, "said": why})
+        self.failures.append(
+            {
+                "kind": kind,
+                "noticed_s": noticed,
+                "noticed_less_cpu_waits_s": max(on_time, 0.0),
+                "ready_s": ready,
+                "cpu_waits_s": waits.look(),
+                "said": why,
+            }
+        )
         self.site.restock(kind)
 
 
@@ -230,11 +260,16 @@ def run_on_ray(
     return row
 
 
-def late(row: dict[str, Any]) -> list[str]:
-    """What took longer than it may."""
-    took = {kind: summary["ready_s"]["most"] for kind, summary in row["kinds"].items()}
-    took["pause of a stream"] = row["longest_pause_s"]["most"]
-    return [f"{what}: {seconds:.1f} s" for what, seconds in took.items() if seconds > BACK_SECONDS]
+def late(row: dict[str, Any], *, less_cpu_waits: bool = False) -> list[str]:
+    """What took longer than it may. less_cpu_waits: but for the time in which processes waited for a CPU."""
+    waits = {kind: summary["cpu_waits_s"]["most"] for kind, summary in row["kinds"].items()}
+    took = {kind: (summary["ready_s"]["most"], waits[kind]) for kind, summary in row["kinds"].items()}
+    took["pause of a stream"] = row["longest_pause_s"]["most"], max(waits.values())
+    return [
+        f"{what}: {seconds:.1f} s, of which processes waited {waited:.1f} s for a CPU"
+        for what, (seconds, waited) in took.items()
+        if seconds - (waited if less_cpu_waits else 0.0) > BACK_SECONDS
+    ]
 
 
 def main() -> None:
