@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from turnout.kernels import cpu
 from turnout.models.blocks import MLP, Embedding, Mixer, Norm, Rotaries
 from turnout.models.decoder import Flow
 from turnout.models.interface import Step
@@ -78,22 +79,42 @@ class StreamWeights:
         return {"eps": self.spec.eps, "norm_eps": self.norm_eps, "gain_eps": norm.eps}
 
     def __call__(self, x_NSH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As `of_sum` of x alone, and without the norm, with torch."""
-        S, eps = self.spec.count, self.spec.eps
-        sizes = [S, S, S * S]
-        (pre, post, mix), (pre_b, post_b, mix_b) = (
-            self.products(x_NSH).split(sizes, dim=-1),
-            self.base.split(sizes),
-        )
-        pre_NS = torch.sigmoid(pre * self.scale[0] + pre_b) + eps
-        post_NS = 2 * torch.sigmoid(post * self.scale[1] + post_b)
-        mix_NSS = (mix * self.scale[2] + mix_b).unflatten(-1, (S, S)).softmax(dim=-1) + eps
-        mix_NSS = mix_NSS / (mix_NSS.sum(dim=-2, keepdim=True) + eps)
-        for _ in range(self.spec.iterations - 1):
-            mix_NSS = mix_NSS / (mix_NSS.sum(dim=-1, keepdim=True) + eps)
-            mix_NSS = mix_NSS / (mix_NSS.sum(dim=-2, keepdim=True) + eps)
+        """As `of_sum` of x alone, and without the norm; by no kernel for GPUs."""
+        pre_NS, post_NS, mix_NSS = self._weights(self.products(x_NSH))
         mixed_NSH = torch.matmul(mix_NSS.transpose(1, 2), x_NSH.float()).to(x_NSH.dtype)
         return _sum(pre_NS, x_NSH), post_NS, mixed_NSH
+
+    def _weights(self, products_NC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """float32 (pre [N, S], post [N, S], M [N, S, S]) of float32 products [N, C]."""
+        spec = self.spec
+        if products_NC.device.type == "cpu" and cpu.available():
+            from turnout.kernels.cpu.streams import weights
+
+            found: tuple[Tensor, Tensor, Tensor] = weights(
+                products_NC, self.base, self.scale, count=spec.count, iterations=spec.iterations, eps=spec.eps
+            )
+            return found
+        return composed(products_NC, self.base, self.scale, spec)
+
+
+def composed(
+    products_NC: Tensor, base_C: Tensor, scale: Tensor, spec: StreamSpec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`StreamWeights._weights` with torch: what kernels are compared with."""
+    S, eps = spec.count, spec.eps
+    sizes = [S, S, S * S]
+    (pre, post, mix), (pre_b, post_b, mix_b) = (
+        products_NC.split(sizes, dim=-1),
+        base_C.split(sizes),
+    )
+    pre_NS = torch.sigmoid(pre * scale[0] + pre_b) + eps
+    post_NS = 2 * torch.sigmoid(post * scale[1] + post_b)
+    mix_NSS = (mix * scale[2] + mix_b).unflatten(-1, (S, S)).softmax(dim=-1) + eps
+    mix_NSS = mix_NSS / (mix_NSS.sum(dim=-2, keepdim=True) + eps)
+    for _ in range(spec.iterations - 1):
+        mix_NSS = mix_NSS / (mix_NSS.sum(dim=-1, keepdim=True) + eps)
+        mix_NSS = mix_NSS / (mix_NSS.sum(dim=-2, keepdim=True) + eps)
+    return pre_NS, post_NS, mix_NSS
 
 
 def _sum(weights_NS: Tensor, x_NSH: Tensor) -> Tensor:
