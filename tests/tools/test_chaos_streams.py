@@ -66,6 +66,12 @@ def test_a_server_that_goes_leaves_what_was_measured(config: ServerConfig, monke
     assert any(line.startswith("error: ") for line in chaos_streams.missed(row))
 
 
+def test_what_there_is_more_of_is_named():
+    before = {"files": 4, "zombies": 1, "threads python": 3, "threads event_engine": 2}
+    after = {"files": 4, "zombies": 0, "threads python": 4, "threads event_engine": 3, "threads new": 1}
+    assert chaos.more(before, after) == {"threads python": (3, 4), "threads new": (0, 1)}
+
+
 def test_what_an_answer_may_lack():
     asked = chaos_streams.body(2, 3)
     assert "logprobs" in asked
