@@ -77,6 +77,7 @@ class Rerun(PrefillGraphs):
         super().__init__(*args, **kwargs)
 
     def _capture(self, size: int) -> Captured:
+        self._warm_up(size)
         return self._record(size, Run(lambda recorder: self._run(size, recorder)))
 
     def _run(self, size: int, recorder: Run) -> None:

@@ -97,6 +97,25 @@ def test_padding_writes_to_no_page_of_a_request():
         assert found[id].token_ids == model.greedy(prompt, count, eos=False)
 
 
+def test_a_size_captured_later_leaves_what_is_kept_of_prompts(tmp_path: Path):
+    """Where kernels store keys and values in place, as on CUDA: a warm-up must not, of garbage, in pages that
+    the next prompt may share."""
+    write_model(tmp_path)
+    with LLM(str(tmp_path), device="cpu", load_progress=False, max_total_tokens=1024, page_size=4) as llm:
+        core = llm._open()
+        graphs = with_prefill_graphs(core, [48], later=[16])
+        llm.generate([[5] * 40], SamplingParams(max_tokens=1))
+        (group,) = core._attention.groups
+        kept = group.cache[:, :, : group.spare_slot].clone()
+        core._model.reset_counts()
+        graphs._handed = replace(graphs._handed, stored=True)
+        while graphs.sizes != [16, 48]:
+            core.step()
+        assert kept.count_nonzero()
+        assert torch.equal(group.cache[:, :, : group.spare_slot], kept)
+        assert not sum(map(sum, core._model.expert_counts()))
+
+
 def run(folder: Path, sizes: list[int], **flags: object) -> tuple[list, list[int], Rerun | None]:
     """Completions of prompts alone, together, and next to decoding ones; experts' counts; the graphs."""
     settings = {"load_progress": False, "max_total_tokens": 1024, "page_size": 4, "max_running_requests": 6}

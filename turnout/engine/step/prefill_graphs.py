@@ -311,8 +311,7 @@ class PrefillGraphs:
         return self._hidden_BH[:count]
 
     def _capture(self, size: int) -> Captured:
-        for _ in range(WARM_UPS):  # compiles kernels, allocates their workspaces, connects ranks
-            self._forward(size, self._cut(size, None))
+        self._warm_up(size)
         if self.pool is None:
             self.pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
             gc.collect()
@@ -320,6 +319,13 @@ class PrefillGraphs:
         torch.cuda.empty_cache()
         with torch.cuda.stream(self._stream):
             return self._record(size, GraphRecorder(self.pool))
+
+    def _warm_up(self, size: int) -> None:
+        """Steps without tokens: those of the last prompts stay here, whose pages others may share by now."""
+        self._slots_GB.copy_(self._spare_G1.expand_as(self._slots_GB))
+        self._real_B.zero_()
+        for _ in range(WARM_UPS):  # compiles kernels, allocates their workspaces, connects ranks
+            self._forward(size, self._cut(size, None))
 
     def _record(self, size: int, recorder: Recorder) -> Captured:
         cut = self._cut(size, recorder)
