@@ -35,7 +35,6 @@ from turnout.bench.contender import Contender, Forward
 from turnout.bench.moe_peers import PEERS, Layer
 from turnout.bench.plot import efficiency
 from turnout.bench.results import check_measured, check_output, device_of, result, save
-from turnout.cache import cache_folder
 from turnout.errors import UserError
 from turnout.formats.codec import encode
 from turnout.formats.experts import ExpertWeights
@@ -245,7 +244,6 @@ class LayerBench:
                     device=device,
                     device_name=self._machine.name,
                     world=SINGLE_RANK.world,
-                    folder=cache_folder(),
                 )
             return lambda x_TH, ids_TK, weights_TK: runner(
                 TokensBatch(hidden=Hidden(data=x_TH), topk_ids=ids_TK, topk_weights=weights_TK)

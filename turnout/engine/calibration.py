@@ -15,23 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnout.checkpoint import open_checkpoint
 from turnout.checkpoint.quantize import Calibration, InputAmax
 from turnout.config import Config
 from turnout.engine.builder import build_engine
 from turnout.engine.core import EngineCore
 from turnout.engine.engine_plan import resolve
+from turnout.engine.layer_inputs import load_alone
 from turnout.engine.messages import AddRequest
 from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.tokenizer import Tokenizer
 from turnout.errors import UserError
 from turnout.formats.experts import ExpertWeights
-from turnout.models import load_model
 from turnout.models.interface import ProgressFn
 from turnout.moe.batch import ExpertsBatch, TokensBatch
 from turnout.moe.reference import activate
 from turnout.moe.spec import Activation
-from turnout.parallel.groups import SINGLE_RANK
 
 Sample = str | Sequence[Mapping[str, Any]]  # a text, or the messages of a conversation
 
@@ -52,15 +50,7 @@ def calibrate(model: str, samples: Sequence[Sample], progress: ProgressFn) -> Ca
         raise UserError("there is no text to calibrate with; give some, or quantise with --no-calibrate")
     description, device = engine_plan.description, torch.device(engine_plan.hardware.device)
     recorders = {i: Recorder(description.moe.activation, device) for i in description.moe_layers}
-    loaded = load_model(
-        open_checkpoint(engine_plan.folder),
-        engine_plan.plan,
-        groups=SINGLE_RANK,
-        device=device,
-        dtype=getattr(torch, engine_plan.compute_dtype),
-        progress=progress,
-        make_runner=recorders.__getitem__,
-    )
+    loaded = load_alone(engine_plan, engine_plan.plan, device, progress, recorders.__getitem__)
     _read_all(build_engine(engine_plan, model=loaded), prompts, progress)
     return {
         f"{description.experts_prefix.format(i)}.{expert}": amax

@@ -10,24 +10,27 @@ Legend: T tokens, N tokens of a prompt, H hidden.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from turnout.checkpoint import open_checkpoint
 from turnout.engine.engine_plan import EnginePlan
 from turnout.engine.step.near_ties import WholeAttention
 from turnout.engine.tokenizer import Tokenizer
 from turnout.errors import UserError
 from turnout.formats.experts import ExpertWeights
-from turnout.models.interface import Model, Step
+from turnout.models import load_model
+from turnout.models.interface import Model, ProgressFn, Step
 from turnout.moe.batch import ExpertsBatch, TokensBatch
 from turnout.moe.interface import Experts
 from turnout.moe.plan import MoEPlan
 from turnout.moe.runner_by_batch_size import make_runner
 from turnout.moe.spec import MoESpec
 from turnout.moe.verify import TOKENS, Inputs, caught
+from turnout.parallel.groups import SINGLE_RANK
 
 SENTENCES = (
     "The harbour lay quiet under a thin fog, and only the gulls seemed to be awake.",
@@ -46,6 +49,26 @@ SENTENCES = (
 ROWS = 512  # tokens of text that are run at most; where more are wanted, their inputs are repeated
 CPU_TOKENS = 256  # the largest batch that is checked on a CPU, where an oracle's sum takes time
 STEP_TOKENS = 256  # tokens of one forward
+
+
+def load_alone(
+    engine_plan: EnginePlan,
+    plan: MoEPlan,
+    device: torch.device,
+    progress: ProgressFn,
+    make_runner: Callable[[int], Experts],
+) -> Model:
+    """The model of `engine_plan` on this rank by itself, its experts by `plan`. make_runner: gives the runner
+    of each MoE layer."""
+    return load_model(
+        open_checkpoint(engine_plan.folder),
+        plan,
+        groups=SINGLE_RANK,
+        device=device,
+        dtype=getattr(torch, plan.compute_dtype),
+        progress=progress,
+        make_runner=make_runner,
+    )
 
 
 class Watched:
@@ -79,11 +102,7 @@ class Watched:
         seen = [inputs for inputs in self._seen if len(inputs)]
         if not seen:
             seen = [_drawn(self._spec, held)]
-        return Inputs(
-            x_TH=torch.cat([inputs.x_TH for inputs in seen]),
-            ids_TK=torch.cat([inputs.ids_TK for inputs in seen]),
-            weights_TK=torch.cat([inputs.weights_TK for inputs in seen]),
-        )
+        return Inputs.joined(seen)
 
     def forget(self) -> None:
         self.experts, self.watching, self._seen = None, False, []

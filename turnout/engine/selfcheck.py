@@ -21,7 +21,6 @@ from turnout.engine.engine_plan import EnginePlan
 from turnout.engine.layer_inputs import Watch, Watched, largest, prompts
 from turnout.errors import UserError
 from turnout.models.interface import Model
-from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.capabilities.declared import RUNNERS
 from turnout.moe.plan import MoEPlan
 from turnout.moe.verify import TOKENS, Inputs, Oracle, Result, examine, make_batches
@@ -131,11 +130,7 @@ class SelfCheck:
         batches = make_batches(inputs, plan, min(most, largest(plan, self._device)))
 
         def run(inputs: Inputs) -> Tensor:
-            return runner(
-                TokensBatch(
-                    hidden=Hidden(data=inputs.x_TH), topk_ids=inputs.ids_TK, topk_weights=inputs.weights_TK
-                )
-            )
+            return runner(inputs.batch)
 
         direct = dataclasses.replace(
             plan,

@@ -18,17 +18,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from turnout.cache import cache_folder, lasting_folder
-from turnout.checkpoint import open_checkpoint
+from turnout.cache import lasting_folder
 from turnout.config import Config
 from turnout.engine.engine_plan import EnginePlan, resolve
-from turnout.engine.layer_inputs import ROWS, Watch, largest, prompts
+from turnout.engine.layer_inputs import ROWS, Watch, largest, load_alone, prompts
 from turnout.errors import PlanRefused, Refusal, UserError
 from turnout.formats.experts import ExpertWeights, shard
-from turnout.models import load_model
 from turnout.models.interface import ProgressFn
 from turnout.moe.autotune import autotune
-from turnout.moe.batch import Hidden, TokensBatch
+from turnout.moe.batch import TokensBatch
 from turnout.moe.capabilities.declared import RUNNERS
 from turnout.moe.capabilities.tuning import TuningTable
 from turnout.moe.interface import Runner
@@ -117,7 +115,15 @@ def _measure(engine_plan: EnginePlan, plans: dict[str, MoEPlan], progress: Progr
             plan = replace(plan, tiles=_tune_tiles(engine_plan, name, plan, own, inputs, progress))
         runners[name] = RUNNERS.load(name)(spec, plan, device)
         runners[name].prepare(own)
-        _choose_tactics(engine_plan, runners[name], plan, device, progress)
+        autotune(  # as a server's start would, so that the runner is timed as it will serve
+            runners[name],
+            spec,
+            plan,
+            device=device,
+            device_name=engine_plan.hardware.name,
+            world=SINGLE_RANK.world,
+            progress=progress,
+        )
     with torch.inference_mode():
         found = times(runners, inputs, most, lambda done, of: progress("timing runners", done, of))
     return Measured(
@@ -156,14 +162,7 @@ def _tune_tiles(
     @cache
     def batches(tokens: int) -> list[TokensBatch]:
         starts = range(0, len(inputs), -(-len(inputs) // TEXTS))
-        some = [
-            inputs[(torch.arange(tokens, device=inputs.x_TH.device) + start) % len(inputs)]
-            for start in starts
-        ]
-        return [
-            TokensBatch(hidden=Hidden(data=part.x_TH), topk_ids=part.ids_TK, topk_weights=part.weights_TK)
-            for part in some
-        ]
+        return [inputs.repeated(tokens, start).batch for start in starts]
 
     return _kept(
         lambda: tuning.measure(
@@ -178,37 +177,13 @@ def _tune_tiles(
     )
 
 
-def _choose_tactics(
-    engine_plan: EnginePlan, runner: Runner, plan: MoEPlan, device: torch.device, progress: ProgressFn
-) -> None:
-    """As a server's start would, so that the runner is timed as it will serve."""
-    autotune(
-        runner,
-        engine_plan.description.moe,
-        plan,
-        device=device,
-        device_name=engine_plan.hardware.name,
-        world=SINGLE_RANK.world,
-        folder=cache_folder(),
-        progress=progress,
-    )
-
-
 def _first_layer(
     config: Config, tokens: int, device: torch.device, progress: ProgressFn
 ) -> tuple[ExpertWeights, Inputs]:
     """All experts of the model's first MoE layer, and what it is given when the model reads some text."""
     single = resolve(replace(config, **ONE_RANK))
     watch = Watch(single, single.description.moe_layers[:1], device)
-    model = load_model(
-        open_checkpoint(single.folder),
-        single.plan,
-        groups=SINGLE_RANK,
-        device=device,
-        dtype=getattr(torch, single.compute_dtype),
-        progress=progress,
-        make_runner=watch.make_runner,
-    )
+    model = load_alone(single, single.plan, device, progress, watch.make_runner)
     watch.look(model, prompts(single, tokens, seed=0)[0])
     (watched,) = watch.watched.values()
     assert watched.experts is not None, "kept until forgotten"

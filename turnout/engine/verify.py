@@ -11,7 +11,7 @@ Everything runs in this process, on one rank.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -19,25 +19,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnout.checkpoint import open_checkpoint
 from turnout.config import Config
 from turnout.engine.engine_plan import EnginePlan, resolve
-from turnout.engine.layer_inputs import ROWS, Watch, forward, largest, prompts
+from turnout.engine.layer_inputs import ROWS, Watch, forward, largest, load_alone, prompts
 from turnout.engine.selfcheck import Checked, failures
 from turnout.errors import PlanRefused, Refusal, UserError
 from turnout.formats.experts import ExpertWeights
-from turnout.models import load_model
 from turnout.models.interface import Model, ProgressFn
 from turnout.moe.accuracy import relative_error
 from turnout.moe.batch import ExpertsBatch, TokensBatch
 from turnout.moe.capabilities.declared import DISPATCHERS, RUNNERS
-from turnout.moe.interface import Experts
 from turnout.moe.plan import MoEPlan
 from turnout.moe.reference import experts_reference
 from turnout.moe.spec import MoESpec
 from turnout.moe.verify import Inputs, Oracle, as_sent, make_batches
 from turnout.moe.verify import verify as verify_layer
-from turnout.parallel.groups import SINGLE_RANK
 from turnout.vocabulary import Format, Layout, Phase
 
 PROMPT_TOKENS = 48  # of the forward whose logits are compared
@@ -126,7 +122,7 @@ def examine(config: Config, *, layers: str = "", seed: int = 0, progress: Progre
     start = texts[0][:PROMPT_TOKENS]
 
     watch = Watch(engine_plan, chosen, device)
-    served = _load(engine_plan, engine_plan.plan, device, progress, watch.make_runner)
+    served = load_alone(engine_plan, engine_plan.plan, device, progress, watch.make_runner)
     watch.look(served, texts)
     ours = _logits(served, start, device)
     seen = {layer: (watched.experts, watched.inputs()) for layer, watched in watch.watched.items()}
@@ -215,24 +211,6 @@ def _choices(config: Config) -> Iterator[Config]:
         yield replace(config, **chosen)
 
 
-def _load(
-    engine_plan: EnginePlan,
-    plan: MoEPlan,
-    device: torch.device,
-    progress: ProgressFn,
-    make_runner: Callable[[int], Experts],
-) -> Model:
-    return load_model(
-        open_checkpoint(engine_plan.folder),
-        plan,
-        groups=SINGLE_RANK,
-        device=device,
-        dtype=getattr(torch, plan.compute_dtype),
-        progress=progress,
-        make_runner=make_runner,
-    )
-
-
 # Logits
 
 
@@ -268,7 +246,7 @@ def _oracle_logits(
     # Tokens stay where they are, and are rounded as if they had been dispatched.
     plain = replace(plan.prefill, dispatcher="none", layout=Layout.TOKENS, wire_format=Format.BF16)
     plan = replace(plan, compute_dtype="float32", prefill=plain, decode=replace(plain, phase=Phase.DECODE))
-    model = _load(
+    model = load_alone(
         engine_plan, plan, device, progress, lambda _: OracleExperts(spec, engine_plan.plan, device)
     )
     return _logits(model, ids, device)

@@ -15,7 +15,6 @@ from typing import cast
 
 import torch
 
-from turnout.cache import cache_folder
 from turnout.engine.chosen_sizes import STEP_SECONDS, sizes_to_time
 from turnout.engine.engine_plan import EnginePlan
 from turnout.engine.messages import AddRequest
@@ -90,7 +89,6 @@ class Tuner:
                 device=self._device,
                 device_name=engine_plan.hardware.name,
                 world=groups.world,
-                folder=cache_folder(),
                 progress=progress,
             )
 

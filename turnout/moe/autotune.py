@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
+from turnout.cache import cache_folder
 from turnout.moe.capabilities.declared import RUNNERS
 from turnout.moe.interface import Experts
 from turnout.moe.plan import MoEPlan
@@ -23,10 +23,10 @@ def autotune(
     device: torch.device,
     device_name: str,
     world: Group,
-    folder: Path,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> None:
-    """Collective over `world`, all ranks. `runner` holds weights of one layer. folder: for what was chosen.
+    """Collective over `world`, all ranks. `runner` holds weights of one layer. What was chosen is kept in the
+    cache.
 
     Raises UserError where ranks cannot share a choice.
     """
@@ -39,6 +39,6 @@ def autotune(
                 device=device,
                 device_name=device_name,
                 world=world,
-                folder=folder,
+                folder=cache_folder(),
                 progress=progress,
             )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from turnout.moe.batch import Hidden, TokensBatch
+from turnout.moe.batch import TokensBatch
 from turnout.moe.interface import Runner
 from turnout.moe.verify import Inputs
 
@@ -32,8 +32,7 @@ def times(
     found: dict[str, dict[int, float]] = {name: {} for name in runners}
     for done, tokens in enumerate(sizes):
         progress(done, len(sizes))
-        some = inputs[torch.arange(tokens, device=inputs.x_TH.device) % len(inputs)]
-        batch = TokensBatch(hidden=Hidden(data=some.x_TH), topk_ids=some.ids_TK, topk_weights=some.weights_TK)
+        batch = inputs.repeated(tokens).batch
         turns = {name: _turn(runner, batch) for name, runner in runners.items()}
         for name, microseconds in _fastest(turns).items():
             found[name][tokens] = microseconds

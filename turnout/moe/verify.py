@@ -22,7 +22,7 @@ from torch import Tensor
 from turnout.formats import fp8, nvfp4
 from turnout.formats.experts import ExpertWeights
 from turnout.moe.accuracy import BOUNDS, ONE_TOKEN, relative_error
-from turnout.moe.batch import ExpertsBatch, TokensBatch
+from turnout.moe.batch import ExpertsBatch, Hidden, TokensBatch
 from turnout.moe.capabilities.declared import RUNNERS
 from turnout.moe.interface import Runner
 from turnout.moe.layer import input_scale_of, make_dispatchers
@@ -56,6 +56,24 @@ class Inputs:
             x_TH=self.x_TH.to(device, dtype),
             ids_TK=self.ids_TK.to(device),
             weights_TK=self.weights_TK.to(device),
+        )
+
+    def repeated(self, tokens: int, start: int = 0) -> Inputs:
+        """So many of them, from `start` on, over and over."""
+        return self[(torch.arange(tokens, device=self.x_TH.device) + start) % len(self)]
+
+    @property
+    def batch(self) -> TokensBatch:
+        """As a runner takes them."""
+        return TokensBatch(hidden=Hidden(data=self.x_TH), topk_ids=self.ids_TK, topk_weights=self.weights_TK)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Inputs]) -> Inputs:
+        """One after the other; at least one part."""
+        return cls(
+            x_TH=torch.cat([part.x_TH for part in parts]),
+            ids_TK=torch.cat([part.ids_TK for part in parts]),
+            weights_TK=torch.cat([part.weights_TK for part in parts]),
         )
 
 
@@ -128,7 +146,7 @@ class Oracle:
         return self._known[key]
 
     def _compute(self, activation_format: Format, wire_format: Format) -> list[Tensor]:
-        every = _joined([batch.inputs for batch in self._batches])
+        every = Inputs.joined([batch.inputs for batch in self._batches])
         out_TH = experts_reference(
             as_sent(every.x_TH, self._experts, wire_format),
             every.ids_TK,
@@ -157,23 +175,20 @@ def make_batches(inputs: Inputs, plan: MoEPlan, most: int) -> list[Batch]:
     """
     sizes = TOKENS + BUCKETS if inputs.x_TH.device.type == "cuda" else TOKENS
     found = [
-        Batch(name=str(tokens), inputs=_some(inputs, tokens), prefix=True)
+        Batch(name=str(tokens), inputs=inputs.repeated(tokens), prefix=True)
         for tokens in sorted({n for n in sizes if n < most} | {most})
     ]
     last = plan.first_expert + plan.num_local_experts - 1
-    found.append(Batch(name="one expert", inputs=_only(_some(inputs, most), [last] * most)))
+    found.append(Batch(name="one expert", inputs=_only(inputs.repeated(most), [last] * most)))
     held = range(plan.first_expert, plan.first_expert + plan.num_local_experts)
     for start in range(0, len(held), most):
         some = held[start : start + most]
         name = "each expert" if len(held) <= most else f"experts {some[0]}..{some[-1]}"
-        each = _only(_some(inputs, len(some)), list(some))
+        each = _only(inputs.repeated(len(some)), list(some))
         found.append(Batch(name=name, inputs=each, one_expert_each=True))
-    tokens = min(17, most)
-    padding = replace(
-        _only(_some(inputs, tokens), [-1] * tokens),
-        x_TH=torch.full_like(_some(inputs, tokens).x_TH, torch.nan),
-        weights_TK=torch.zeros_like(_some(inputs, tokens).weights_TK),
-    )
+    few = inputs.repeated(min(17, most))
+    nothing = torch.full_like(few.x_TH, torch.nan)
+    padding = replace(_only(few, [-1] * len(few)), x_TH=nothing)  # of weight 0
     return [*found, Batch(name="padding", inputs=padding)]
 
 
@@ -336,24 +351,11 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(*bits)
 
 
-def _some(inputs: Inputs, tokens: int) -> Inputs:
-    """So many of them, from the first on, over and over."""
-    return inputs[torch.arange(tokens, device=inputs.x_TH.device) % len(inputs)]
-
-
 def _only(inputs: Inputs, experts: Sequence[int]) -> Inputs:
     """Token i at expert i of `experts` only, with weight 1; at none if that is -1."""
     ids_TK = torch.full_like(inputs.ids_TK, -1)
     ids_TK[:, 0] = torch.tensor(experts, dtype=torch.int32)
     return replace(inputs, ids_TK=ids_TK, weights_TK=(ids_TK >= 0).float())
-
-
-def _joined(parts: Sequence[Inputs]) -> Inputs:
-    return Inputs(
-        x_TH=torch.cat([part.x_TH for part in parts]),
-        ids_TK=torch.cat([part.ids_TK for part in parts]),
-        weights_TK=torch.cat([part.weights_TK for part in parts]),
-    )
 
 
 def _experts(batch: Batch, tokens: Sequence[int]) -> str:
