@@ -98,11 +98,6 @@ def test_format_of_the_experts(quantization: dict | None, expected: tuple[str, b
     assert (moe.format, moe.quantized_activations) == expected
 
 
-def test_format_known_from_elsewhere_takes_precedence() -> None:
-    moe = describe(QWEN3_30B, experts_format=("nvfp4", True)).moe
-    assert (moe.format, moe.quantized_activations) == ("nvfp4", True)
-
-
 def test_layers_that_differ_in_format_are_refused() -> None:
     record = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["model.layers.7.mlp.experts*"]}
     with pytest.raises(UserError, match=r"layer 0 are nvfp4 and those of layer 7 are bf16"):

@@ -50,7 +50,6 @@ HARMLESS_TENSORS = re.compile(
 def describe(
     config: Mapping[str, Any],
     *,
-    experts_format: tuple[Format, bool] | None = None,
     drafts: bool = False,
     names: Collection[str] = (),
     index_fp8: bool = False,
@@ -58,14 +57,13 @@ def describe(
     """The model that a parsed `config.json` names. drafts: with its draft layer. index_fp8: with index keys
     in FP8.
 
-    experts_format: (the format, quantised activations) where it is known from
-    elsewhere; otherwise `quantization_config` says. names: of the checkpoint's tensors, where it is at hand:
-    they say whether a draft layer was quantised. Raises UserError naming the architecture that is not
-    implemented, or the field that is missing, malformed or not implemented.
+    names: of the checkpoint's tensors, where it is at hand: they say whether a draft layer was quantised.
+    Raises UserError naming the architecture that is not implemented, or the field that is missing, malformed
+    or not implemented.
     """
     spec = _read_spec(config, drafts, index_fp8)
     quantization = _as_stored(parse_quantization(config), spec, names)
-    return described(_with_formats(spec, quantization, experts_format), quantization.is_fp8)
+    return described(_with_formats(spec, quantization), quantization.is_fp8)
 
 
 def load_model(
@@ -182,13 +180,9 @@ def _as_stored(quantization: Quantization, spec: DecoderSpec, names: Collection[
     return quantization
 
 
-def _with_formats(
-    spec: DecoderSpec, quantization: Quantization, known: tuple[Format, bool] | None = None
-) -> DecoderSpec:
+def _with_formats(spec: DecoderSpec, quantization: Quantization) -> DecoderSpec:
     """With the one format of all MoE layers; layers that differ are refused, since one plan serves them all.
-    A draft layer may differ, and has a plan of its own. known: of all layers, whatever is stored."""
-    if known:
-        return replace(spec, moe=_in_format(spec.moe, known))
+    A draft layer may differ, and has a plan of its own."""
     formats = {i: quantization.experts_format(spec.experts_prefix(i)) for i in spec.moe_layers}
     of_draft = formats.pop(spec.moe_layers[-1]) if spec.drafts else None
     first, *others = formats
