@@ -73,15 +73,14 @@ class StateKernels:
     """What a backend declares of recurrent layers, whose states it keeps on its devices.
 
     implementation: "package.module:class", `RequestStates` (states.py) or a subclass. dtypes, most_head_dim,
-    head_multiple: as of attention, but for keys and values alike. prompts: it computes these too, where torch
-    does otherwise. takes_chunks: one call takes those of several requests.
+    head_multiple: as of attention, but for keys and values alike. takes_chunks: one call takes those of
+    several requests.
     """
 
     implementation: str
     dtypes: frozenset[str] = HALF_PRECISION | {"float32"}
     most_head_dim: int | None = None
     head_multiple: int = 1
-    prompts: bool = False
     takes_chunks: bool = False
 
 

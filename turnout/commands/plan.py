@@ -202,9 +202,8 @@ def _state_lines(engine_plan: EnginePlan) -> list[str]:
     """What recurrent layers keep of a request, and whether prefixes are reused; none of other models."""
     lines, place = [], engine_plan.attention_place
     for states in engine_plan.state_groups:
-        chosen, kernels = choose_states(states.spec, place)
-        by = str(chosen) if kernels.prompts else f"torch for prompts, {chosen.backend} for decoding"
-        lines.append(f"Gated DeltaNet in {len(states.layers)} layers, with a state per request: {by}")
+        chosen, _ = choose_states(states.spec, place)
+        lines.append(f"Gated DeltaNet in {len(states.layers)} layers, with a state per request: {chosen}")
     if engine_plan.keeps_states:
         reason = why_no_prefix_cache(engine_plan.config, engine_plan.description)
         interval = engine_plan.config.state_snapshot_interval

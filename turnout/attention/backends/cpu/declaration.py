@@ -23,7 +23,6 @@ BACKEND = AttentionBackend(
         dtypes=frozenset({"float32"}),
         most_head_dim=256,
         head_multiple=16,
-        prompts=True,
         takes_chunks=True,
     ),
 )

@@ -10,7 +10,7 @@ BACKEND = AttentionBackend(
     devices=frozenset({"cpu", "cuda"}),
     dtypes=HALF_PRECISION | {"float32"},
     index_fp8=True,
-    states=StateKernels(implementation="turnout.attention.states:RequestStates", prompts=True),
+    states=StateKernels(implementation="turnout.attention.states:RequestStates"),
     implementations={
         AttentionKind.FULL: "turnout.attention.torch:TorchAttention",
         AttentionKind.SLIDING_WINDOW: "turnout.attention.torch:TorchAttention",

@@ -25,6 +25,5 @@ BACKEND = AttentionBackend(
     states=StateKernels(
         implementation="turnout.attention.backends.triton.states:TritonStates",
         most_head_dim=128,
-        prompts=True,
     ),
 )
