@@ -15,7 +15,7 @@ from torch import Tensor
 from turnout.attention import interface
 from turnout.attention.kinds import AttentionSpec
 from turnout.models.blocks import Mixer, Norm, Rotaries, one_kernel, rotate
-from turnout.models.dense import Dense, Linear, ordered_rows, product
+from turnout.models.dense import Dense, Linear, ordered_rows, product, summed_product
 from turnout.models.rope import NOPE
 from turnout.models.shares import Heads, whole
 from turnout.models.spec import DecoderSpec
@@ -145,9 +145,7 @@ class Attention(Mixer):
             flat_NX = self._fused.gated(flat_NX, product(self._linear, x_NH, self._gate, None))
         elif self._gate is not None:
             flat_NX = flat_NX * torch.sigmoid(self._linear(x_NH, self._gate))
-        if self._fused and self._group.size == 1:
-            return product(self._linear, flat_NX, self._out, self._out_bias)
-        return self._group.all_reduce(self._linear(flat_NX, self._out, self._out_bias))
+        return summed_product(self._linear, flat_NX, self._out, self._out_bias, self._group)
 
     def _bind(self) -> AttentionHalf | None:
         """This and the norm before it as one kernel for few tokens on a CPU, where there is one."""

@@ -30,6 +30,7 @@ from turnout.models.dense import (
     normed_product,
     product,
     product_of_both,
+    summed_product,
 )
 from turnout.models.rope import Rope
 from turnout.models.shares import Share
@@ -284,9 +285,7 @@ class GatedMLP(MLP):
             h_NI = F.silu(gate_NI) * up_NI
             if self._token_gate is not None:
                 h_NI = h_NI * torch.sigmoid(self._linear(x_NH, self._token_gate))
-        if self._group.size == 1:
-            return product(self._linear, h_NI, self._down, None)
-        return self._group.all_reduce(self._linear(h_NI, self._down))
+        return summed_product(self._linear, h_NI, self._down, None, self._group)
 
     def begin(self, x_NH: Tensor, *step: object) -> Finished:
         """A call, where an MoE layer begins to exchange tokens."""

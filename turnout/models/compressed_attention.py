@@ -20,7 +20,7 @@ from turnout.attention import interface
 from turnout.attention.entries import Compressible, Compressor
 from turnout.attention.kinds import CompressedSpec
 from turnout.models.blocks import Mixer, Norm, Rotaries, RotaryEmbedding
-from turnout.models.dense import Dense, Linear, product
+from turnout.models.dense import Dense, Linear, product, summed_product
 from turnout.models.shares import Share, whole
 from turnout.models.spec import CompressedProjections
 from turnout.models.weights import Weights
@@ -122,9 +122,7 @@ class CompressedProjection(Mixer):
         out_NGX = turned(out_NHD, rotary, back=True).reshape(N, spec.output_groups, self._out_a_GZX.shape[-1])
         out_GNZ = torch.bmm(out_NGX.transpose(0, 1), self._out_a_GZX.transpose(1, 2))
         out_NX = out_GNZ.transpose(0, 1).flatten(1)
-        if self._group.size == 1:
-            return product(self._linear, out_NX, self._out_b, None)
-        return self._group.all_reduce(self._linear(out_NX, self._out_b))
+        return summed_product(self._linear, out_NX, self._out_b, None, self._group)
 
     def _divided(self, down: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What queries are made of [N, Lq], kv [N, D], what entries are made of [N, X], float32 index weights

@@ -67,12 +67,6 @@ class DecoderLayer:
         x_NH, delta_NH = self._attend(x_NH, delta_NH, rotary, step)
         return self.mlp.of_norm(self.mlp_norm, x_NH, delta_NH, step.phase, step.tokens, step.real)
 
-    def attend(
-        self, x_NH: Tensor, delta_NH: Tensor | None, rotary: Rotaries, step: Step
-    ) -> tuple[Tensor, Tensor]:
-        """The residual stream [N, H] after attention, and its norm [N, H], the input of the MLP."""
-        return self.mlp_norm.of_sum(*self._attend(x_NH, delta_NH, rotary, step))
-
     def _attend(
         self, x_NH: Tensor, delta_NH: Tensor | None, rotary: Rotaries, step: Step
     ) -> tuple[Tensor, Tensor]:
@@ -86,7 +80,7 @@ class DecoderLayer:
         residuals: list[Tensor] = []
         batches: list[InFlight] = []
         for (x_NH, delta), rotary, step in zip(flows, rotaries, steps, strict=True):
-            x_NH, normed_NH = self.attend(x_NH, delta(), rotary, step)
+            x_NH, normed_NH = self.mlp_norm.of_sum(*self._attend(x_NH, delta(), rotary, step))
             residuals.append(x_NH)
             batches.append(self.mlp.begin(normed_NH, step.phase, step.tokens, step.real))
         for batch in batches:

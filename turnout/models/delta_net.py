@@ -20,7 +20,7 @@ from turnout.attention import interface
 from turnout.attention.delta_rule import DeltaCell
 from turnout.attention.kinds import DeltaNetSpec
 from turnout.models.blocks import Mixer, Norm, Rotaries, one_kernel
-from turnout.models.dense import Dense, Linear, linear, product, product_of_both
+from turnout.models.dense import Dense, Linear, linear, product, product_of_both, summed_product
 from turnout.models.shares import Share, whole
 from turnout.models.spec import DecoderSpec
 from turnout.models.weights import Weights
@@ -67,9 +67,7 @@ class DeltaNet(Mixer):
     def __call__(self, x_NH: Tensor, rotaries: Rotaries, attention: interface.Attention) -> Tensor:
         """[N, H], or parts [P, N, H] for a norm that adds them up; positions count for nothing."""
         y_NY = attention.recur(self._layer, self._projected(x_NH, attention), self._cell)
-        if self._group.size == 1:
-            return product(self._linear, y_NY, self._out, None)
-        return self._group.all_reduce(self._linear(y_NY, self._out))
+        return summed_product(self._linear, y_NY, self._out, None, self._group)
 
     def _projected(self, x_NH: Tensor, attention: interface.Attention) -> Tensor:
         """[N, X], or parts of it where `recur` adds them up."""

@@ -23,6 +23,7 @@ from turnout.formats.packed import PackedTensor
 from turnout.kernels.common import rowwise
 from turnout.models.shares import Share
 from turnout.packages import runs_triton
+from turnout.parallel.groups import Group
 
 SOME = 256  # rows, above which a decoded copy for the library's product costs little
 MOST_DECODED = 2**25  # weights decoded at a time, in pieces of HEIGHT outputs, which the library's kernels
@@ -142,6 +143,16 @@ def product(multiply: Linear, x_NK: Tensor, weight_MK: Dense, bias_M: Tensor | N
         return rowwise.product(F.linear, x_NK, weight_MK, bias_M)
     parts_PNM = _parts(x_NK, weight_MK, bias_M)
     return linear(x_NK, weight_MK, bias_M) if parts_PNM is None else parts_PNM
+
+
+def summed_product(
+    multiply: Linear, x_NK: Tensor, weight_MK: Dense, bias_M: Tensor | None, group: Group
+) -> Tensor:
+    """[N, M]: the sum over ranks of `group`, each of which has some of the columns; or, of one rank, what
+    `product` gives."""
+    if group.size == 1:
+        return product(multiply, x_NK, weight_MK, bias_M)
+    return group.all_reduce(multiply(x_NK, weight_MK, bias_M))
 
 
 def product_of_both(multiply: Linear, x_NK: Tensor, large: Dense, small_RK: Tensor) -> Tensor | None:

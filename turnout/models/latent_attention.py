@@ -24,7 +24,7 @@ from turnout.attention.kinds import AttentionSpec, SparseLatentSpec
 from turnout.attention.up_projection import UpProjection
 from turnout.models import interface
 from turnout.models.blocks import Mixer, Norm, Rotaries, rotate
-from turnout.models.dense import Dense, Linear, linear, ordered_rows, product
+from turnout.models.dense import Dense, Linear, linear, ordered_rows, product, summed_product
 from turnout.models.shares import Heads, whole
 from turnout.models.spec import LatentProjections
 from turnout.models.weights import Weights
@@ -111,9 +111,7 @@ class LatentAttention(Mixer):
         if self._indexer is not None and normed_NX is not None:
             index = self._indexer(x_NH, normed_NX, rotary)
         out_NX = attention.latent(self._layer, q_NHD, latent_NC, self._up, index).flatten(1)
-        if self._on_gpu and self._group.size == 1:
-            return product(self._linear, out_NX, self._out, None)
-        return self._group.all_reduce(self._linear(out_NX, self._out))
+        return summed_product(self._linear, out_NX, self._out, None, self._group)
 
     def _composed(
         self, x_NH: Tensor, cos_N1R: Tensor, sin_N1R: Tensor

@@ -42,5 +42,4 @@ class MoEBlock(MoELayer, MLP):
             if found is not None:
                 x_NH, normed_NH, logits = found
                 return x_NH, self(normed_NH, phase, tokens, real_N, logits)
-        total_NH, normed_NH = norm.of_sum(x_NH, delta)
-        return total_NH, self(normed_NH, phase, tokens, real_N)
+        return super().of_norm(norm, x_NH, delta, phase, tokens, real_N)
