@@ -107,7 +107,7 @@ class Bench:
         """Of the kernel in these tiles; None: of a library by spans. `us` where it was timed."""
         from triton.runtime.errors import OutOfResources
 
-        from turnout.kernels.attention import latent_prefill
+        from turnout.kernels.attention import latent_prefill, prefill
 
         case = self.case
         row: dict[str, Any] = vars(case) | {"by": name, "tiles": None if sizes is None else sizes._asdict()}
@@ -118,7 +118,7 @@ class Bench:
             parts = latent_prefill.key_parts(case.nope, ROPE, case.value)
             assert parts is not None
             chunks = [(first, 0, case.tokens, first) for first in range(0, len(self.q), case.tokens)]
-            tiles, made = latent_prefill.tiles(chunks, sizes.rows).to(self.device), self.up.made(self.latent)
+            tiles, made = prefill.tiles(chunks, sizes.rows).to(self.device), self.up.made(self.latent)
             rest: Any = {"scale": self.scale, "parts": parts, "sizes": sizes}
 
             def run() -> None:

@@ -76,7 +76,7 @@ def prompts(
         scores = scores.masked_fill((ages < 0) | (ages >= (window or end)), -torch.inf)
         wanted += torch.einsum("htl,hld->thd", shares(scores, logits), v)
     cache[:, ~used] = torch.nan
-    tiles = prefill.tiles(chunks, Hq // Hkv)
+    tiles = prefill.tiles(chunks, prefill.tile_tokens(Hq // Hkv))
     rest = {"page_size": page, "scale": scale, "window": window, "sinks_H": logits}
     prefill.attend(q, cache, tiles, pages, out, **rest)
     return float((out - torch.stack(wanted)).abs().max())

@@ -100,7 +100,7 @@ def test_prompts_on_a_gpu(sizes: tuple[int, int, int]):
     """Chunks of one tile and of many, one behind a prefix, whose keys and values are made at once; tokens
     behind the last are NaN."""
     from turnout.attention.up_projection import UpProjection
-    from turnout.kernels.attention import latent_prefill
+    from turnout.kernels.attention import latent_prefill, prefill
 
     torch.manual_seed(0)
     (nope, rope, value), H = sizes, 5
@@ -111,7 +111,7 @@ def test_prompts_on_a_gpu(sizes: tuple[int, int, int]):
     q, out = torch.randn(907, H, nope + rope, device="cuda").bfloat16(), torch.empty(907, H, value).bfloat16()
     out, parts = out.cuda(), latent_prefill.key_parts(nope, rope, value)
     tiling = latent_prefill.tiles_for(value, 2)
-    tiles = latent_prefill.tiles(chunks, tiling.rows).cuda()
+    tiles = prefill.tiles(chunks, tiling.rows).cuda()
     scale = (nope + rope) ** -0.5
     latent_prefill.attend(q, up.made(latent), latent, tiles, out, scale=scale, parts=parts, sizes=tiling)
     wide = UpProjection(up.weight_HXL.double(), nope)

@@ -177,7 +177,7 @@ def test_prompts_on_a_gpu(Hq: int, Hkv: int, D: int):
         chunks.append((row, start, end, owner))
         row += end - start
     out = torch.full_like(q, torch.nan).cuda()
-    tiles = prefill.tiles(chunks, Hq // Hkv)
+    tiles = prefill.tiles(chunks, prefill.tile_tokens(Hq // Hkv))
     prefill.attend(*(t.cuda() for t in (q, cache, tiles, pages)), out, page_size=page, scale=D**-0.5)
     for row, start, end, owner in chunks:
         slots = (pages[owner, :, None] * page + torch.arange(page)).flatten()[:end]

@@ -80,7 +80,7 @@ def sent(size: int) -> list[Tensor]:
     """Positions, slots, pages, owners and tiles of a prompt of so many tokens, one behind the other as
     `attention.paged.to_device` sends them."""
     places, pages = torch.arange(size), torch.zeros(1, -(-size // PAGE), dtype=torch.int64)
-    parts = [places, places, pages, places, prefill.tiles([(0, 0, size, 0)], HQ // HKV)]
+    parts = [places, places, pages, places, prefill.tiles([(0, 0, size, 0)], prefill.tile_tokens(HQ // HKV))]
     return to_parts(parts)
 
 
@@ -294,7 +294,7 @@ def latent_prompts(size: int) -> None:
         assert parts is not None
         latent_prefill.attend(
             b16(size, heads, nope + rope), b16(size, heads, nope + values), b16(size, 512 + rope),
-            latent_prefill.tiles([(0, 0, size, 0)], sizes.rows), b16(size, heads, values),
+            prefill.tiles([(0, 0, size, 0)], sizes.rows), b16(size, heads, values),
             scale=0.1, parts=parts, sizes=sizes,
         )  # fmt: skip
 

@@ -13,16 +13,13 @@ latent vector and of its rotated part, D = Dn + Dr, Dv of a value, Lc of the lat
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-FIELDS = 4  # of a tile: first row, tokens, place of the first in its context, first token of the context
 SMALLEST = 16  # columns of a product
 MOST_VALUES = 2**31 - 1  # of keys and values, which are counted in int32
 
@@ -129,20 +126,6 @@ def tiles_for(value_dim: int, itemsize: int) -> Tiles:
     return Tiles(rows=128, tokens=64, warps=8, stages=3 if value_dim <= 128 else 2)
 
 
-def tiles(chunks: Sequence[tuple[int, int, int, int]], rows: int) -> Tensor:
-    """int64 [tiles, FIELDS] on the host, those that take longest first. chunks: (first row in the step,
-    start, end, first token of the context) of each; rows: of a tile."""
-    found = [torch.empty(0, FIELDS, dtype=torch.int64)]
-    for row, start, end, begin in chunks:
-        places = torch.arange(start, end, rows)
-        counts = (end - places).clamp(max=rows)
-        found.append(
-            torch.stack((places - start + row, counts, places, torch.full_like(places, begin)), dim=1)
-        )
-    whole = torch.cat(found)
-    return whole[whole[:, 2].argsort(descending=True)]
-
-
 def attend(
     q_NHD: Tensor,
     made_LHX: Tensor,
@@ -157,8 +140,9 @@ def attend(
     """Fill the rows of `out` that the tiles cover: each attends to its context up to itself.
 
     made [L, H, Dn + Dv]: keys, then values, of the tokens whose latent vectors are `latent` [L, C], which end
-    with Dr rotated values; q [N, H, D], out [N, H, Dv]; all contiguous, of one type. tiles: int64 as of
-    `tiles`, for `sizes`. scale: of scores, positive. parts: of `key_parts`.
+    with Dr rotated values; q [N, H, D], out [N, H, Dv]; all contiguous, of one type. tiles: as of
+    `prefill.tiles`, for `sizes`, a chunk's number being the first token of its context. scale: of scores,
+    positive. parts: of `key_parts`.
     """
     (L, H, X), (first, more), C = made_LHX.shape, parts, latent_LC.shape[1]
     if not len(tiles_TF):

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FIELDS = 4  # of a tile: first row, tokens, place of the first in its sequence, row of the table
+FIELDS = 4  # of a tile: first row, tokens, place of the first in its context, and what is given of its chunk
 QUERIES = 64  # of a tile: with 128 and eight warps prompts of 2048 tokens take 114 us, with these 107
 BLOCK = 64  # tokens of a context at a time
 
@@ -139,16 +139,15 @@ def tile_tokens(group: int) -> int:
     return max(1, QUERIES // triton.next_power_of_2(group))
 
 
-def tiles(chunks: Sequence[tuple[int, int, int, int]], group: int) -> Tensor:
-    """int64 [tiles, FIELDS] on the host. chunks: (first row in the step, start, end, row of the table) of
-    each; group: query heads that share a key."""
-    step = tile_tokens(group)
+def tiles(chunks: Sequence[tuple[int, int, int, int]], tokens: int) -> Tensor:
+    """int64 [tiles, FIELDS] on the host, those that take longest first. chunks: (first row in the step,
+    start, end, a number of the chunk: here its row of the table) of each; tokens: of a tile."""
     found = [torch.empty(0, FIELDS, dtype=torch.int64)]
-    for row, start, end, owner in chunks:
-        places = torch.arange(start, end, step)
-        counts = (end - places).clamp(max=step)
+    for row, start, end, number in chunks:
+        places = torch.arange(start, end, tokens)
+        counts = (end - places).clamp(max=tokens)
         found.append(
-            torch.stack((places - start + row, counts, places, torch.full_like(places, owner)), dim=1)
+            torch.stack((places - start + row, counts, places, torch.full_like(places, number)), dim=1)
         )
     whole = torch.cat(found)
     return whole[whole[:, 2].argsort(descending=True)]

@@ -133,7 +133,7 @@ class LatentStep(StoredAttention):
 class Prompts:
     """Chunks of a step whose keys and values are made for all of their contexts, one after the other.
 
-    tiles: as of `latent_prefill.tiles`. slots: int64 [L] of these contexts; None: they are rows of the step.
+    tiles: as of `prefill.tiles`. slots: int64 [L] of these contexts; None: they are rows of the step.
     """
 
     tiles_TF: Tensor
@@ -174,6 +174,7 @@ def prompts(
     each with its first row: short ones, those whose contexts are too long to make at once, and what another
     backend was chosen for."""
     from turnout.kernels.attention import latent_prefill
+    from turnout.kernels.attention.prefill import tiles
 
     spec, tokens = paged.spec, sum(chunk.length for chunk in chunks)
     made = spec.num_heads * (spec.head_dim - spec.rope_dim + spec.value_dim)
@@ -198,7 +199,7 @@ def prompts(
         (row, chunk.start, chunk.end, begin) for (row, chunk), begin in zip(taken, begins, strict=True)
     ]
     rows = latent_prefill.tiles_for(spec.value_dim, paged.cache.element_size()).rows
-    uploaded = [latent_prefill.tiles(described, rows)]
+    uploaded = [tiles(described, rows)]
     if not whole:
         uploaded.append(torch.cat(paged.context_slots([chunk for _, chunk in taken])))
     tiles_TF, *slots = to_device(uploaded, paged.device)

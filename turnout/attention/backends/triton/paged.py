@@ -33,7 +33,7 @@ class StepAttention(StoredAttention):
     """Of a step: tokens of sequences that decode, then chunks of others."""
 
     def __init__(self, paged: PagedAttention, decoding: Sequence[Chunk], chunks: Sequence[Chunk]):
-        from turnout.kernels.attention.prefill import tiles
+        from turnout.kernels.attention.prefill import tile_tokens, tiles
 
         places_N, slots_N, table_BP, owners_N = paged.place_rows([*decoding, *chunks])
         self._num_decoding = at = sum(chunk.length for chunk in decoding)
@@ -47,7 +47,7 @@ class StepAttention(StoredAttention):
         for owner, chunk in enumerate(chunks, len(decoding)):
             extents.append((at, chunk.start, chunk.end, owner))
             at += chunk.length
-        tiles_TF = tiles(extents, paged.group)
+        tiles_TF = tiles(extents, tile_tokens(paged.group))
         self.places_N, slots_N, self._table_BP, owners_N, self._tiles_TF = to_device(
             [places_N, slots_N, table_BP, owners_N, tiles_TF], paged.device
         )
