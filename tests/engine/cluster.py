@@ -40,7 +40,7 @@ from turnout.engine.messages import (
 )
 from turnout.engine.profiling import Profiler
 from turnout.engine.ranks.step_sync import StepSync
-from turnout.engine.sampling import near_ties
+from turnout.engine.sampling import greedy
 from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.worker import run
 from turnout.parallel.exchange import SharedExchange
@@ -73,9 +73,9 @@ class Counting(StepSync):
 def serve(rank: Rank, config: Config, folder: Path, close: float) -> int:
     """One rank, from its weights to Shutdown, with the loop of the engine process; how many calls were close.
 
-    close: which gap makes a near-tie, see `near_ties.CLOSE`.
+    close: which gap makes a near-tie, see `greedy.CLOSE`.
     """
-    near_ties.CLOSE = close
+    greedy.CLOSE = close
     groups = rank.groups(dp_size=config.dp_size, ep_size=config.ep_size)
     step_sync = Counting(groups.topology, SharedExchange(rank.folder / "steps", rank.number, rank.size))
     core = build_engine(resolve(config, rank=rank.number), groups=groups, step_sync=step_sync)
@@ -109,7 +109,7 @@ class Cluster:
         folder: Path,
         model: Path,
         *,
-        close: float = near_ties.CLOSE,
+        close: float = greedy.CLOSE,
         timeout: float = 300,
         **flags: Any,
     ):

@@ -46,7 +46,7 @@ from turnout.engine.core import EngineCore
 from turnout.engine.engine_plan import EnginePlan, resolve
 from turnout.engine.messages import AddRequest, EngineStats, RequestOutput
 from turnout.engine.ranks.step_sync import StepSync
-from turnout.engine.sampling import near_ties
+from turnout.engine.sampling import greedy
 from turnout.engine.sampling.detokenizer import TextStream
 from turnout.engine.speculative.switch import DraftSwitch
 from turnout.engine.tokenizer import Tokenizer
@@ -248,7 +248,7 @@ def toy_core(name: str, folder: Path, seed: int, **flags: Any) -> EngineCore:
 
 def answers(name: str, folder: Path, seed: int, count: int, **flags: Any) -> Answers:
     """Of one rank. What comes when, and what is aborted, depends on `seed` alone."""
-    with patch.object(near_ties, "CLOSE", 0.0 if name == "recurrent" else near_ties.CLOSE):
+    with patch.object(greedy, "CLOSE", 0.0 if name == "recurrent" else greedy.CLOSE):
         return _answers(name, folder, seed, count, **flags)
 
 

@@ -16,8 +16,7 @@ from tests.tiny import write_model
 from tools.random_checkpoint import QWEN3_30B, write
 from turnout import LLM, SamplingParams
 from turnout.engine.llm import Completion
-from turnout.engine.sampling.greedy import greedy
-from turnout.engine.sampling.near_ties import find_near_ties
+from turnout.engine.sampling.greedy import find_near_ties, greedy
 from turnout.models import blocks, weights
 from turnout.models.dense import Fp8Weight
 

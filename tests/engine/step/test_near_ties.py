@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.engine.toy import ToyModel
-from turnout.engine.sampling.near_ties import CLOSE, find_near_ties
+from turnout.engine.sampling.greedy import CLOSE, find_near_ties
 from turnout.engine.step.near_ties import BLOCK, recomputed_logits
 
 
