@@ -107,7 +107,6 @@ ORDER = {
         "engine_plan",
         "parallel_layouts",
         "overlap_policy",
-        "transfers",
         "scheduler",
         "sampling",
         "ranks",

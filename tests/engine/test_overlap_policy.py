@@ -20,7 +20,7 @@ from tests.tiny import write_tokenizer
 from turnout.config import Config
 from turnout.engine.overlap_policy import why_no_overlap
 from turnout.engine.speculative.switch import DraftSwitch
-from turnout.engine.transfers import HostCopy
+from turnout.parallel.transfers import HostCopy
 
 MANY_REQUESTS = int(os.environ.get("OVERLAP_REQUESTS", 600))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.ranks import Pools
-from turnout.parallel.groups import GATHERED_SUM_BYTES, Group, ProcessGroup, SharedGroup, shares
+from turnout.parallel.groups import GATHERED_SUM_BYTES, Group, ProcessGroup, SharedGroup, own_share, shares
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
 SHAPES = ((0,), (1,), (7, 3), (5, 2, 2), (GATHERED_SUM_BYTES // 2,))  # the last is summed in two steps
@@ -131,3 +131,15 @@ def test_shares_are_even_and_whole(parts):
         assert sum(split) == total
         assert len(split) == parts
         assert max(split) - min(split) <= 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("tokens", [0, 1, 7, 64])
+def test_every_token_is_sent_by_one_of_the_ranks_that_share_it(size: int, tokens: int):
+    sent = []
+    for rank in range(size):
+        counts, mine = own_share(tokens, Group(range(size), rank))
+        assert (sum(counts), len(counts)) == (tokens, size)
+        assert len(range(tokens)[mine]) == counts[rank]
+        sent += range(tokens)[mine]
+    assert sent == list(range(tokens))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from turnout.attention.kinds import AttentionSpec
-from turnout.parallel.groups import Group, shares
+from turnout.parallel.groups import Group, own_share
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ def whole(total: int) -> Share:
 
 def split(total: int, group: Group) -> Share:
     """This rank's share of `total` among the ranks of `group`, as even as can be."""
-    sizes = shares(total, group.size)
-    return Share(total, sum(sizes[: group.rank]), sizes[group.rank])
+    _, mine = own_share(total, group)
+    return Share(total, mine.start, mine.stop - mine.start)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -262,3 +262,10 @@ def shares(total: int, parts: int) -> list[int]:
     """`total` rows split over `parts` ranks as evenly as can be, the first ones taking what is left over."""
     bounds = [-(-total * i // parts) for i in range(parts + 1)]
     return [end - start for start, end in itertools.pairwise(bounds)]
+
+
+def own_share(total: int, group: Group) -> tuple[list[int], slice]:
+    """The `shares` of the ranks of `group`, and which rows are this one's."""
+    counts = shares(total, group.size)
+    start = sum(counts[: group.rank])
+    return counts, slice(start, start + counts[group.rank])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from turnout.engine.sampling.sampler import Scores
 from turnout.engine.scheduler.scheduler import Chunk, with_rows
-from turnout.engine.transfers import on_device
+from turnout.parallel.transfers import on_device
 
 # Prompt tokens scored at once: bounds the float32 logits of a long chunk with a large vocabulary.
 SCORED_ROWS = 128

@@ -26,7 +26,7 @@ from turnout.engine.sampling.greedy import greedy
 from turnout.engine.sampling.token_masks import forbid
 from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.scheduler.request import Request
-from turnout.engine.transfers import HostCopy, on_device
+from turnout.parallel.transfers import HostCopy, on_device
 
 WIDTH = 1024  # tokens that top-k and top-p look at first
 _TINY = torch.finfo(torch.float32).tiny

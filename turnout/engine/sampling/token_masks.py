@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from turnout.engine.scheduler.request import Request
-from turnout.engine.transfers import send
+from turnout.parallel.transfers import send
 
 Row = tuple[Request, Sequence[int]]  # a request, and the drafts that follow its tokens: as many rows and one
 THREADS_WITH_GPU = 4  # of the forward on a CPU, they would take its cores

@@ -31,8 +31,8 @@ from turnout.engine.scheduler.scheduler import Chunk
 from turnout.engine.speculative.switch import DraftSwitch
 from turnout.engine.step.cuda_graphs import Computed
 from turnout.engine.step.forward import Forward
-from turnout.engine.transfers import HostCopy, on_device
 from turnout.models.interface import DraftingModel
+from turnout.parallel.transfers import HostCopy, on_device
 
 
 class LayerDrafter:

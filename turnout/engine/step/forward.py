@@ -32,8 +32,8 @@ from turnout.engine.step.cuda_graphs import Computed, DecodeGraphs, graph_for, p
 from turnout.engine.step.prefill_graphs import PrefillGraphs
 from turnout.engine.step.rehearsal import rehearsal
 from turnout.engine.step.two_batch_overlap import split, split_chunks
-from turnout.engine.transfers import on_device
 from turnout.models.interface import Model, ProgressFn, Step
+from turnout.parallel.transfers import on_device
 from turnout.vocabulary import Phase
 
 logger = logging.getLogger(__name__)

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from turnout.moe.backends.collective.results import Results, own_share
+from turnout.moe.backends.collective.results import Results
 from turnout.moe.interface import DispatchSetup
 from turnout.moe.wire_format import Wire
 from turnout.packages import runs_triton
-from turnout.parallel.groups import shares
+from turnout.parallel.groups import own_share, shares
 
 
 @dataclass(frozen=True)

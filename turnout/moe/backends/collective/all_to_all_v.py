@@ -21,10 +21,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from turnout.moe.backends.collective.results import Results, own_share
+from turnout.moe.backends.collective.results import Results
 from turnout.moe.interface import DispatchSetup
 from turnout.moe.wire_format import Wire
 from turnout.packages import runs_triton
+from turnout.parallel.groups import own_share
+from turnout.parallel.transfers import HostCopy
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class AllToAllVExchange:
         world = self._groups.world
         sent_R = wanted_RT.sum(1)
         one_each = [1] * world.size
-        counts = _ToHost(torch.stack((sent_R, world.all_to_all(sent_R, one_each, one_each))))
+        counts = HostCopy(torch.stack((sent_R, world.all_to_all(sent_R, one_each, one_each))))
 
         most = self._most * wanted_RT.shape[1]
         token_S = torch.nonzero_static(wanted_RT, size=most, fill_value=0)[:, 1]
@@ -77,7 +79,7 @@ class AllToAllVExchange:
         order_S = _by_token(wanted_RT, most)
         bags_T1 = F.pad(wanted_RT.sum(0).cumsum(0), (1, 0))
 
-        send, receive = counts.wait()
+        send, receive = counts.tolist()
         total = sum(send)
         received_NW = world.all_to_all(rows_SW[:total], send, receive)
         receipt = Receipt(send, receive, order_S[:total], bags_T1, share)
@@ -109,21 +111,3 @@ def _by_token(wanted_RT: Tensor, most: int) -> Tensor:
     place_RT = wanted_RT.flatten().cumsum(0).view(R, T) - 1
     token_P, rank_P = torch.nonzero_static(wanted_RT.t(), size=most, fill_value=0).unbind(1)
     return place_RT[rank_P, token_P]
-
-
-class _ToHost:
-    """A small tensor on its way to the host, while more work is queued on the device."""
-
-    def __init__(self, values: Tensor) -> None:
-        self._copied: torch.cuda.Event | None = None
-        self._values = values
-        if values.device.type == "cuda":
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-
-    def wait(self) -> list[list[int]]:
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._values.tolist()

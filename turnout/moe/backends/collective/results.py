@@ -1,4 +1,4 @@
-"""Which tokens a rank sends, and how results of experts come back: as they are, or in FP8.
+"""How results of experts come back: as they are, or in FP8.
 
 FP8 is e4m3 with a float32 scale per row and 128 columns: half the bytes of bfloat16. Each rank's part of a
 sum is rounded for itself, here its own part as well; the parts are decoded and summed as others are.
@@ -14,15 +14,7 @@ from torch import Tensor
 from turnout.formats import fp8
 from turnout.moe.interface import DispatchSetup
 from turnout.moe.wire_format import fp8_columns, row_of
-from turnout.parallel.groups import Group, shares
 from turnout.vocabulary import Format
-
-
-def own_share(tokens: int, group: Group) -> tuple[list[int], slice]:
-    """How many of its shared tokens each rank of `group` sends, and which of them this one does."""
-    counts = shares(tokens, group.size)
-    start = sum(counts[: group.rank])
-    return counts, slice(start, start + counts[group.rank])
 
 
 class Results:

@@ -30,7 +30,7 @@ from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.interface import DispatchSetup
 from turnout.moe.plan import PHASES, MoEPlan
 from turnout.moe.spec import MoESpec
-from turnout.parallel.groups import Group, Groups, shares
+from turnout.parallel.groups import Group, Groups, own_share, shares
 from turnout.parallel.symmetric import SPIN_SECONDS, SymmetricMemory, agree, allocate
 from turnout.vocabulary import Format
 
@@ -212,9 +212,7 @@ class NvlinkAllToAll:
     ) -> tuple[TokensBatch, Sent]:
         self.check()
         group = self._groups.attention_tp
-        split = shares(len(x_TH), group.size)
-        start = sum(split[: group.rank])
-        mine = slice(start, start + split[group.rank])
+        split, mine = own_share(len(x_TH), group)
         room = max(shares(most, group.size)[0] for most in tokens)
         capacity = self._regions.each[0].capacity
         if room > capacity or split[group.rank] > room:
