@@ -25,10 +25,11 @@ import msgspec
 import torch
 
 from turnout.bench.moe import SHAPES, draw_experts, draw_inputs
+from turnout.errors import UserError
 from turnout.kernels.common.compilation import compilers, submit
 from turnout.moe.backends.hopper import tuning_tables
 from turnout.moe.backends.hopper.autotune import TOKENS, tile_times, to_compile
-from turnout.moe.backends.hopper.layer_shape import LayerShape
+from turnout.moe.backends.hopper.layer_shape import REVISIONS, LayerShape
 from turnout.moe.backends.hopper.runner import HopperRunner
 from turnout.moe.backends.hopper.tuning_tables import Table, TileFile
 from turnout.moe.batch import Hidden, TokensBatch
@@ -97,7 +98,21 @@ def begun(output: Path, device: str) -> list[Table]:
     if not output.exists():
         return []
     content = msgspec.json.decode(output.read_bytes(), type=TileFile)
-    return list(tuning_tables.merged([content]).tables) if content.device == device else []
+    return list(merged([content]).tables) if content.device == device else []
+
+
+def merged(files: Sequence[TileFile]) -> TileFile:
+    """All tables that count here, the later ones in place of earlier ones of the same layer. Raises
+    UserError for files of more than one device."""
+    devices = {content.device for content in files}
+    if len(devices) != 1:
+        raise UserError(f"tables of more than one device: {', '.join(sorted(devices))}")
+    tables: dict[LayerShape, Table] = {}
+    for content in files:
+        if content.versions == tuning_tables.versions():
+            fresh = (table for table in content.tables if table.revision == REVISIONS[table.shape.weights])
+            tables |= {table.shape: table for table in fresh}
+    return TileFile(device=devices.pop(), versions=tuning_tables.versions(), tables=tuple(tables.values()))
 
 
 def left_of(formats: Sequence[str], names: Sequence[str], tables: Sequence[Table]) -> list[tuple[str, str]]:
@@ -123,7 +138,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.merge:
         parts = [msgspec.json.decode(part.read_bytes(), type=TileFile) for part in args.merge]
-        tuning_tables.write(args.output, tuning_tables.merged(parts))
+        tuning_tables.write(args.output, merged(parts))
         return
     machine = hardware.detect("cuda")
     names = args.shape or [name for name in SHAPES if name != "cpu-small"]

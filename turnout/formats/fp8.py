@@ -44,16 +44,16 @@ def encode_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     return data.flatten(-2).flatten(-3, -2)[..., :n, :k].contiguous(), scale
 
 
-def decode_blocks(data: Tensor, scale: Tensor, block: int = BLOCK) -> Tensor:
-    """data e4m3 [..., N, K], scale [..., ceil(N/block), ceil(K/block)] to float32 [..., N, K]."""
+def decode_blocks(data: Tensor, scale: Tensor) -> Tensor:
+    """data e4m3 [..., N, K], scale [..., ceil(N/128), ceil(K/128)] to float32 [..., N, K]."""
     n, k = data.shape[-2:]
-    expected = (*data.shape[:-2], -(-n // block), -(-k // block))
+    expected = (*data.shape[:-2], -(-n // BLOCK), -(-k // BLOCK))
     if scale.shape != expected:
         raise ValueError(f"FP8 data {tuple(data.shape)} needs scale {expected}, not {tuple(scale.shape)}")
-    columns = scale.float().repeat_interleave(block, dim=-1)[..., :k]
+    columns = scale.float().repeat_interleave(BLOCK, dim=-1)[..., :k]
     weight = data.float()
-    for row, start in enumerate(range(0, n, block)):
-        weight[..., start : start + block, :].mul_(columns[..., row : row + 1, :])
+    for row, start in enumerate(range(0, n, BLOCK)):
+        weight[..., start : start + BLOCK, :].mul_(columns[..., row : row + 1, :])
     return weight
 
 

@@ -22,7 +22,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.common.dependent import launches_early
 
-MAX_HEAD = 128  # a head's state is one tile
 NUM_WARPS = 4
 FEW = 4  # requests, whose states are divided by columns
 COLUMNS = 32

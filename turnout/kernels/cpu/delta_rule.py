@@ -42,7 +42,6 @@ from turnout.kernels.cpu.vectors import (
 MAX_HEAD = 256
 SCRATCH = 4 * MAX_HEAD
 ONE = np.float32(1.0)
-ZERO = np.float32(0.0)
 FLOOR = np.float32(1e-6)  # added to squares of lengths
 LINEAR_FROM = np.float32(20.0)  # where softplus(x) is x
 

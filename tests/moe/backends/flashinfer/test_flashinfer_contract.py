@@ -367,7 +367,7 @@ def halves_swapped(runner: Any, experts: ExpertWeights) -> None:
         scale=layouts.swap_halves(w13.scale.view(torch.uint8)).view(torch.float8_e4m3fn),
     )
     for mine, _, _ in held(runner):
-        order = {True: weights_blackwell.shuffled_up_gate, False: weights_blackwell.up_gate_blocks}[
+        order = {True: weights_blackwell.shuffled_up_gate, False: layouts.interleave_up_gate}[
             hasattr(runner, "_w13")
         ]
         if "alpha1_wire" in held(runner)[0][2]:

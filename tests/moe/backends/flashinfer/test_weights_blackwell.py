@@ -29,9 +29,7 @@ def test_up_and_gate_blocks(rows):
     from flashinfer.fused_moe.prepare import _interleave_linear_and_gate
 
     x = numbered(3, rows, 40)
-    assert torch.equal(
-        weights_blackwell.up_gate_blocks(x), _interleave_linear_and_gate(halves_first_up(x), 64, 1)
-    )
+    assert torch.equal(layouts.interleave_up_gate(x), _interleave_linear_and_gate(halves_first_up(x), 64, 1))
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -40,7 +38,7 @@ def test_shuffled_rows_of_gemm1(rows, gated):
     from flashinfer.fused_moe.core import _maybe_get_cached_w3_w1_permute_indices as indices
 
     x = numbered(2, rows, 16)
-    order = weights_blackwell.shuffled_up_gate if gated else weights_blackwell.shuffled
+    order = weights_blackwell.shuffled_up_gate if gated else layouts.shuffle_rows
     given = halves_first_up(x) if gated else x
     for per_scale in (None, 16):  # of codes and of scales
         index = indices({}, given[0], TILE, per_scale, is_gated_act_gemm=gated)
@@ -52,8 +50,8 @@ def test_shuffled_rows_of_gemm2():
     from flashinfer.quantization import shuffle_matrix_a
 
     x = numbered(2, 256, 16)
-    assert torch.equal(weights_blackwell.shuffled(x), x[:, indices({}, x[0], TILE)])
-    assert torch.equal(weights_blackwell.shuffled(x)[1], shuffle_matrix_a(x[1], TILE))
+    assert torch.equal(layouts.shuffle_rows(x), x[:, indices({}, x[0], TILE)])
+    assert torch.equal(layouts.shuffle_rows(x)[1], shuffle_matrix_a(x[1], TILE))
     with pytest.raises(ValueError, match="33 rows are not blocks of 32"):
         layouts.shuffle_rows(numbered(33, 2))
 
@@ -87,11 +85,11 @@ def test_scales_are_swizzled_as_the_library_does_it():
 
 def test_a_matrix_holds_codes_and_scales_in_one_order():
     weights = codec.encode(torch.randn(2, 256, 128), "nvfp4")
-    matrix = Nvfp4Matrix(weights, weights_blackwell.up_gate_blocks, CPU)
+    matrix = Nvfp4Matrix(weights, layouts.interleave_up_gate, CPU)
     assert (matrix.rows, matrix.inner) == (256, 128)
     assert torch.equal(deinterleave_up_gate(matrix.codes), weights.data)
     plain = layouts.unswizzle(matrix.swizzled, 256, 8)
     assert torch.equal(deinterleave_up_gate(plain), weights.scale.view(torch.uint8))
     assert matrix.flat_scales.shape == (2, 256, 8)
     with pytest.raises(ValueError, match="not bf16"):
-        Nvfp4Matrix(codec.encode(torch.randn(2, 256, 128), "bf16"), weights_blackwell.shuffled, CPU)
+        Nvfp4Matrix(codec.encode(torch.randn(2, 256, 128), "bf16"), layouts.shuffle_rows, CPU)

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from tests.moe.build import make_spec
+from tools.tune_tiles import merged
 from turnout.bench.moe import SHAPES
 from turnout.errors import UserError
 from turnout.moe.backends.hopper import tuning_tables
@@ -197,6 +198,6 @@ def test_parts_are_put_together_without_what_kernels_have_outgrown():
         content(new),
         content(table((entry,), shape=other), versions={"triton": "2"}),
     ]
-    assert tuning_tables.merged(parts).tables == (new,)
+    assert merged(parts).tables == (new,)
     with pytest.raises(UserError, match="NVIDIA H100, NVIDIA H200"):
-        tuning_tables.merged([content(old), content(new, device="NVIDIA H100")])
+        merged([content(old), content(new, device="NVIDIA H100")])

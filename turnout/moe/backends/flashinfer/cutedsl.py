@@ -34,7 +34,6 @@ from turnout.moe.backends.flashinfer.weights_blackwell import (
     Nvfp4Matrix,
     RowOrder,
     as_they_are,
-    up_gate_blocks,
 )
 from turnout.moe.batch import ExpertsBatch, Hidden, TokensBatch
 from turnout.moe.plan import MoEPlan
@@ -113,7 +112,7 @@ class TokensRoute:
 
     def __init__(self, spec: MoESpec, plan: MoEPlan, device: torch.device) -> None:
         self._spec, self._plan, self._device = spec, plan, device
-        self._order = up_gate_blocks if spec.activation.gated else as_they_are
+        self._order = layouts.interleave_up_gate if spec.activation.gated else as_they_are
         self._quantized = plan.activation_format == Format.NVFP4
         self._max_tokens = max(p.max_tokens for p in (plan.prefill, plan.decode) if p.layout == Layout.TOKENS)
 

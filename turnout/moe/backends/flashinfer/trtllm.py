@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnout.formats import fp8
+from turnout.formats import fp8, layouts
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.scales import resolve
 from turnout.moe.backends.flashinfer.declaration import TRTLLM
-from turnout.moe.backends.flashinfer.weights_blackwell import Nvfp4Matrix, shuffled, shuffled_up_gate
+from turnout.moe.backends.flashinfer.weights_blackwell import Nvfp4Matrix, shuffled_up_gate
 from turnout.moe.batch import ExpertsBatch, Hidden, TokensBatch
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
@@ -58,7 +58,7 @@ class TrtllmRunner:
     def _matrices(self, experts: ExpertWeights) -> tuple[Nvfp4Matrix, Nvfp4Matrix]:
         return (
             Nvfp4Matrix(experts.w13, shuffled_up_gate, self._device),
-            Nvfp4Matrix(experts.w2, shuffled, self._device),
+            Nvfp4Matrix(experts.w2, layouts.shuffle_rows, self._device),
         )
 
     def _resolved(self, experts: ExpertWeights) -> dict[str, Tensor]:

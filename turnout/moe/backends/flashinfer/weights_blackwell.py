@@ -15,22 +15,14 @@ from turnout.formats import fp8, layouts
 from turnout.formats.packed import PackedTensor
 from turnout.vocabulary import Format
 
-RowOrder = Callable[[Tensor], Tensor]  # of [E, N, X], any X, to storage of its own
+# Of [E, N, X], any X, to storage of its own. CuTe DSL kernels with the activation in GEMM1 take up and gate
+# as `layouts.interleave_up_gate` gives them, TensorRT-LLM's what is not gated as `layouts.shuffle_rows` does.
+RowOrder = Callable[[Tensor], Tensor]
 
 
 def as_they_are(rows: Tensor) -> Tensor:
     """Gate rows, then up rows: masked kernels, whose activation is a kernel of its own."""
     return rows.clone()
-
-
-def up_gate_blocks(rows: Tensor) -> Tensor:
-    """Up and gate in alternating blocks of 64 rows: CuTe DSL kernels with the activation in GEMM1."""
-    return layouts.interleave_up_gate(rows)
-
-
-def shuffled(rows: Tensor) -> Tensor:
-    """TensorRT-LLM's kernels, for any matrix that is not gated."""
-    return layouts.shuffle_rows(rows)
 
 
 def shuffled_up_gate(rows: Tensor) -> Tensor:

@@ -25,7 +25,6 @@ from typing import Any
 
 import msgspec
 
-from turnout.errors import UserError
 from turnout.moe.backends.hopper.kernels import AnyConfig, refuse
 from turnout.moe.backends.hopper.layer_shape import REVISIONS, LayerShape
 from turnout.moe.backends.hopper.tile_config import LayerTiles, TileTable
@@ -139,20 +138,6 @@ def encode(content: TileFile) -> bytes:
         about = json.dumps({name: value for name, value in table.items() if name != "entries"})
         parts.append(f'{about[:-1]}, "entries": [\n  {entries}]}}')
     return ("{\n" + "\n".join(lines) + '\n"tables": [\n' + ",\n".join(parts) + "\n]\n}\n").encode()
-
-
-def merged(files: Sequence[TileFile]) -> TileFile:
-    """All tables that count here, the later ones in place of earlier ones of the same layer. Raises
-    UserError for files of more than one device."""
-    devices = {content.device for content in files}
-    if len(devices) != 1:
-        raise UserError(f"tables of more than one device: {', '.join(sorted(devices))}")
-    tables: dict[LayerShape, Table] = {}
-    for content in files:
-        if content.versions == versions():
-            fresh = (table for table in content.tables if table.revision == REVISIONS[table.shape.weights])
-            tables |= {table.shape: table for table in fresh}
-    return TileFile(device=devices.pop(), versions=versions(), tables=tuple(tables.values()))
 
 
 def _read(file: Path, shape: LayerShape, hardware: Hardware) -> TileTable:
