@@ -20,11 +20,11 @@ def backends() -> list[AttentionBackend]:
     return [ATTENTION_BACKENDS.get(name) for name in ATTENTION_BACKENDS]
 
 
-def _asked(place: Place) -> AttentionBackend | None:
-    """What --attention-backend names; None: whichever takes a layer, also where it names what is for
-    recurrent layers alone."""
+def _asked(place: Place, *, for_states: bool = False) -> AttentionBackend | None:
+    """What --attention-backend names, if recurrent layers are all that it computes, or if not; None:
+    whichever takes a layer."""
     backend = ATTENTION_BACKENDS.get(place.asked) if place.asked in ATTENTION_BACKENDS else None
-    return None if backend is None or _is_for_states(backend) else backend
+    return backend if backend and _is_for_states(backend) == for_states else None
 
 
 def _is_for_states(backend: AttentionBackend) -> bool:
@@ -118,15 +118,9 @@ def choose_states(spec: DeltaNetSpec, place: Place) -> tuple[Chosen, StateKernel
     return chosen or Chosen(backend=main.name, prompts=main.name), kernels
 
 
-def _asked_for_prompts(place: Place) -> AttentionBackend | None:
-    """What --attention-backend names, if it takes prompts through recurrent layers."""
-    backend = ATTENTION_BACKENDS.get(place.asked) if place.asked in ATTENTION_BACKENDS else None
-    return backend if backend and _is_for_states(backend) else None
-
-
 def state_refusals(specs: Sequence[DeltaNetSpec], place: Place) -> list[Refusal]:
     """Why the library that --attention-backend names takes no prompts through these recurrent layers."""
-    library = _asked_for_prompts(place)
+    library = _asked(place, for_states=True)
     if library is None or (specs and all(choose_states(s, place)[0].prompts == library.name for s in specs)):
         return []
     obstacles = [obstacle for spec in specs[:1] for obstacle in library.obstacles(spec, place)]
