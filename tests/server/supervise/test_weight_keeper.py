@@ -53,8 +53,10 @@ def kill_while_streaming(root: str, *victims: psutil.Process) -> list[list[str]]
         victim.kill()
     found = tokens(stream)
     # Where the machine is busy the stream may have ended before its rank was killed.
-    assert eventually(lambda: info(root)["restarts"] == before + 1)
+    assert eventually(lambda: info(root)["restarts"] > before)
     assert eventually(lambda: is_ready(root))
+    # A spare that has not died yet when the rank has may be taken on, and its death is another one.
+    assert info(root)["restarts"] <= before + len(victims)
     return found
 
 
