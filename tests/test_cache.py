@@ -166,6 +166,7 @@ def main(prepare: str) -> tuple[str, str]:
     return "-c", f"import sys\n{prepare}\nfrom turnout.cli import main\nsys.argv[1:] = {GENERATE}\nmain()"
 
 
+@pytest.mark.more
 def test_a_full_disk(image, place, answer):
     """Folders can be made and files not, so kernels are read where they were compiled."""
     full = (
@@ -176,6 +177,7 @@ def test_a_full_disk(image, place, answer):
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.more
 def test_nowhere_to_write_at_all(place, answer):
     """Compiled kernels are read in place; what is missing is compiled, and lost with the process."""
     image = image_in(place)

@@ -117,7 +117,8 @@ def test_ctrl_c_while_ranks_start():
     assert bench.returncode == 128 + signal.SIGINT
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.more), signal.SIGKILL])
+@pytest.mark.more
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_ranks_end_with_the_command(tmp_path: Path, number: signal.Signals):
     command = [sys.executable, "-m", "turnout.cli", "bench", "a2a", *TINY, "--dispatcher", "collective"]
     command += [flag for n in range(1, 400) for flag in ("--tokens", str(n))]

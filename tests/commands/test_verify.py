@@ -47,6 +47,7 @@ def w4a4(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.more
 def test_every_setting_of_a_w4a4_checkpoint_passes_on_its_own_inputs(w4a4: Path):
     found = report(w4a4)
     assert found.passed, found.describe()["failures"]

@@ -94,6 +94,7 @@ def test_kernels_that_cannot_be_imported_stay_with_the_ranks(tmp_path: Path, mon
     assert "ranks import GPU kernels themselves: AttributeError: module 'triton'" in capsys.readouterr().err
 
 
+@pytest.mark.more
 def test_ranks_end_when_the_fork_server_is_killed_and_another_takes_its_place(server: ForkServer):
     rank = Forked(server)
     process = rank.system()

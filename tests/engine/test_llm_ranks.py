@@ -151,6 +151,7 @@ def test_torchruns_variables_are_read(monkeypatch: pytest.MonkeyPatch):
 FLAGS = ("--device", "cpu", "--num-threads", "1", "--max-total-tokens", "2048", "--tp", "2", "--ep", "2")
 
 
+@pytest.mark.more
 def test_torchrun_answers_as_one_process(folder: Path, tmp_path: Path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))

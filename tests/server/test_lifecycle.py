@@ -283,6 +283,7 @@ def test_too_few_open_files(tiny_folder: Path):
     assert run.stderr.startswith("error: this process may open 32 files, and a server needs 48")
 
 
+@pytest.mark.more
 def test_connections_beyond_what_files_allow_wait(tiny_folder: Path):
     with started(tiny_folder) as (server, root), ExitStack() as connections:
         pid = server.process.pid

@@ -72,7 +72,7 @@ def test_schedules_with_states_and_drafts_never_change_an_answer():
     assert min(drive(subject, 3, graphs=SIZES).values()) > 0
 
 
-@pytest.mark.parametrize("name", ["glm_moe_dsa", "deepseek_v4"])
+@pytest.mark.parametrize("name", ["glm_moe_dsa", pytest.param("deepseek_v4", marks=pytest.mark.more)])
 def test_schedules_with_indexes_never_change_an_answer(name: str, tmp_path: Path):
     """Also of layers that share a choice; entries, whose windows end within steps and behind them."""
     assert min(drive(published(name, tmp_path), 2, graphs=SIZES).values()) > 0

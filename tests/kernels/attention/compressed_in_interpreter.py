@@ -1,11 +1,14 @@
 """Run by test_compressed_attention.py with TRITON_INTERPRET=1: kernels of compressed attention; prints JSON.
 
+By themselves, or with the argument "steps" as transformers' model uses them.
+
 In float32: the interpreter's products of bfloat16 are wrong.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,13 +54,6 @@ def chooses(*, ties: bool = False, near: bool = False) -> bool:
     at = places(largest(scores, torch.arange(160) < ends[:, None], K), K)
     wanted = torch.where(at < 0, -1, table.gather(1, at.clamp(min=0) // page) * page + at % page)
     return torch.equal(found.long(), wanted) and torch.equal(counts.long(), (wanted >= 0).sum(1))
-
-
-index.RANKED, whole = 64, index.RANKED
-results["choose"] = chooses()
-results["choose-near"] = chooses(near=True)
-results["choose-ties"] = chooses(ties=True)
-index.RANKED = whole
 
 
 class PromptsByTorch(TritonCompressed):
@@ -112,14 +108,6 @@ def steps(page_size: int, starts: list[int], count: int, *, whole: bool = False)
     return right
 
 
-results["steps"] = steps(16, [2, 126, 254], 3)
-results["steps-page-of-windows"] = steps(128, [127], 2)
-results["steps-page-in-windows"] = steps(4, [126], 2)
-choose_experts = routing._one_kernel
-routing._one_kernel = lambda device, *rest: choose_experts(torch.device("cuda"), *rest)
-results["steps-whole"] = steps(16, [2, 126], 2, whole=True)
-
-
 def chunks(rate: dict[str, Any]) -> bool:
     """A prompt in three chunks, one of a single token, next to another, by kernels and by torch; what is
     never written is NaN."""
@@ -165,10 +153,23 @@ def chunks(rate: dict[str, Any]) -> bool:
     return all(torch.allclose(*pair, atol=2e-5) for pair in zip(found[:3], found[3:], strict=True))
 
 
-compressed.ROWS = 10
-INDEX = {"rate": 4, "overlap": True, "index_heads": 2, "index_dim": 16, "index_topk": 5}
-results["chunks-window"] = chunks({})
-results["chunks-chosen"] = chunks(INDEX)
-results["chunks-whole"] = chunks({"rate": 8})
+if sys.argv[1:] == ["steps"]:
+    results["steps"] = steps(16, [2, 126, 254], 3)
+    results["steps-page-of-windows"] = steps(128, [127], 2)
+    results["steps-page-in-windows"] = steps(4, [126], 2)
+    choose_experts = routing._one_kernel
+    routing._one_kernel = lambda device, *rest: choose_experts(torch.device("cuda"), *rest)
+    results["steps-whole"] = steps(16, [2, 126], 2, whole=True)
+else:
+    index.RANKED, whole = 64, index.RANKED
+    results["choose"] = chooses()
+    results["choose-near"] = chooses(near=True)
+    results["choose-ties"] = chooses(ties=True)
+    index.RANKED = whole
+    compressed.ROWS = 10
+    INDEX = {"rate": 4, "overlap": True, "index_heads": 2, "index_dim": 16, "index_topk": 5}
+    results["chunks-window"] = chunks({})
+    results["chunks-chosen"] = chunks(INDEX)
+    results["chunks-whole"] = chunks({"rate": 8})
 
 print(json.dumps(results))

@@ -3,6 +3,7 @@ sizes, against torch."""
 
 from __future__ import annotations
 
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,18 +36,20 @@ FLASH |= {"rope_dim": 64, "recent": 128, "output_groups": 8}
 INDEX = {"rate": 4, "overlap": True, "index_heads": 64, "index_dim": 128, "index_topk": 512}
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[str, bool]:
-    return interpreted.results("attention/compressed_in_interpreter.py")
-
-
-CASES = ["choose", "choose-near", "choose-ties", "steps", "steps-page-of-windows", "steps-page-in-windows"]
-CASES += ["steps-whole", "chunks-window", "chunks-chosen", "chunks-whole"]
+RESULTS = cache(partial(interpreted.printed, "tests.kernels.attention.compressed_in_interpreter"))
+CASES = ["choose", "choose-near", "choose-ties", "chunks-window", "chunks-chosen", "chunks-whole"]
+STEPS = ["steps", "steps-page-of-windows", "steps-page-in-windows", "steps-whole"]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_interpreted(results: dict[str, bool], case: str):
-    assert results[case]
+def test_interpreted(case: str):
+    assert RESULTS()[case]
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("case", STEPS)
+def test_steps_of_a_model_interpreted(case: str):
+    assert RESULTS("steps")[case]
 
 
 def test_attention_compiles_for_hopper():

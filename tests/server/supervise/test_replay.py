@@ -82,11 +82,9 @@ def test_no_answer_of_many_changes_whatever_happens_to_ranks(
 
 @pytest.mark.parametrize(
     ("others", "fields", "asked"),
-    [
-        (7, {"scheduling_policy": "priority", "max_running_requests": 4}, {"priority": -1}),
-        pytest.param(63, {}, {}, marks=pytest.mark.more),
-    ],
+    [(7, {"scheduling_policy": "priority", "max_running_requests": 4}, {"priority": -1}), (63, {}, {})],
 )
+@pytest.mark.more
 def test_a_request_that_kills_ranks_ends_and_no_other(
     others: int,
     fields: dict[str, Any],

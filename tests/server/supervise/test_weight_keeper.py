@@ -120,6 +120,7 @@ def test_ranks_and_keepers_are_killed(fields: dict[str, Any], tmp_path: Path):
     assert eventually(lambda: has_ended(last))
 
 
+@pytest.mark.more
 def test_spares_take_the_places_of_killed_ranks(tiny_folder: Path):
     """Where the spare was killed, too, a rank starts without it."""
     config = tiny_config(tiny_folder, device="auto", enable_weight_keeper=True, mem_fraction_static=0.2)

@@ -490,6 +490,7 @@ def test_sizes_just_short_of_them_have_none(hidden, inner, kind):
     assert kernels(hidden, inner, kind, "w4a4") == 0
 
 
+@pytest.mark.more
 def test_its_kernels_compile_for_blackwell_from_our_arguments(monkeypatch):
     """Both masked GEMMs are of one size, so that one kernel does for both: compiling takes seconds."""
     monkeypatch.setenv("CUTE_DSL_ARCH", ARCHITECTURE)
