@@ -99,7 +99,8 @@ def build_engine(
     where memory runs out.
     """
     engine_plan = share_plan(engine_plan, groups)
-    step_sync, startup = step_sync or StepSync(), startup or StartupTimes()
+    step_sync = step_sync or StepSync()
+    startup = startup or StartupTimes()
     config, device = engine_plan.config, torch.device(engine_plan.hardware.device)
     num_threads = _use_threads(config.num_threads, engine_plan.topology.ranks_per_node, device)
     loaded: dict[str, Any] = {"num_threads": num_threads, "verify": {"extent": "off"}}
@@ -114,8 +115,7 @@ def build_engine(
     if not (engine_plan.why_no_decode_graphs and engine_plan.why_no_prefill_graphs):
         startup.begin("cuda_graphs")
     forward = Forward(engine_plan, model, attention, progress, waiting)
-    engine_plan, step_ms = _warm_up(engine_plan, forward, model, scheduler, step_sync, progress, startup)
-    loaded |= {"measured_step_ms": step_ms} if step_ms else {}
+    engine_plan, measured = _warm_up(engine_plan, forward, model, scheduler, step_sync, progress, startup)
     return EngineCore(
         engine_plan,
         model=model,
@@ -127,7 +127,7 @@ def build_engine(
         step_sync=step_sync,
         watch=watch or Unwatched(),
         drafter=_make_drafter(engine_plan, model, forward, scheduler.kv, step_sync),
-        loaded=loaded,
+        loaded=loaded | measured,
         compilations=count_compilations(device),
         clock=clock,
     )
@@ -142,7 +142,7 @@ def _warm_up(
     progress: ProgressFn | None,
     startup: StartupTimes,
 ) -> tuple[EnginePlan, dict[str, Any]]:
-    """The plan, with lower sizes where steps took too long, and what was measured, in milliseconds."""
+    """The plan, with lower sizes where steps took too long, and for `EngineCore.loaded` what was measured."""
     startup.begin("warm_up")
     with torch.inference_mode():
         if engine_plan.hardware.device == "cuda":
@@ -152,7 +152,7 @@ def _warm_up(
             step_ms = step_ms | measure_steps(
                 engine_plan, forward, model, scheduler.kv, scheduler.times, step_sync
             )
-    return engine_plan, step_ms
+    return engine_plan, {"measured_step_ms": step_ms} if step_ms else {}
 
 
 def _load(
