@@ -89,7 +89,7 @@ def test_first_prompts_have_all_sizes_and_leave_nothing(most: int, context: int,
     warmup.first_prompts(core.engine_plan, core._forward, model, core._scheduler.kv, None)
     model.logits = make_logits
     assert scored == [min(size, 6) for size in computed]  # rows of the head, up to what may end at once
-    sizes = warmup.prompt_sizes(most)
+    sizes = warmup.prompt_sizes(most, 1)
     assert computed[: len(sizes)] == sizes
     assert set(sizes) >= {1, most}
     assert computed[len(sizes) :] == [rows for rows in (2, 4, 6) if rows <= min(most, 6, pages)]
@@ -99,6 +99,17 @@ def test_first_prompts_have_all_sizes_and_leave_nothing(most: int, context: int,
     while core.has_work():
         found += [token for output in core.step() for token in output.token_ids]
     assert found == ToyModel().greedy([3, 1, 4, 1, 5], 6, eos=False)
+
+
+@pytest.mark.parametrize("streams", [1, 4])
+def test_first_prompts_have_the_size_of_connections_where_residual_streams_are_several(streams: int):
+    model = ToyModel()
+    model.shape = dataclasses.replace(model.shape, residual_streams=streams)
+    core = make_core(model, num_pages=64, max_context=128, max_prefill_tokens=100, max_running_requests=2)
+    computed: list[int] = []
+    model.reset_counts = lambda: computed.extend(model.steps)
+    warmup.first_prompts(core.engine_plan, core._forward, model, core._scheduler.kv, None)
+    assert computed == [1, 2, 3, 4, 7, 8, 15, 16, 31, 32, 63, 64, *([80] if streams > 1 else []), 100, 2]
 
 
 @pytest.mark.parametrize("decoding", [[], [2], [2, 6]], ids=str)
@@ -118,7 +129,7 @@ def test_first_prompts_go_the_ways_of_steps(decoding: list[int]):
     core._forward.eagerly = noted
     with torch.inference_mode():
         warmup.first_prompts(core.engine_plan, core._forward, model, core._scheduler.kv, None)
-    sizes = [*warmup.prompt_sizes(40), 2, 4, 6]
+    sizes = [*warmup.prompt_sizes(40, 1), 2, 4, 6]
     assert [count for _, count in graphs.steps] == [size for size in sizes if size <= 24]
     decode = range(max(decoding, default=0) + 1, 7)
     assert eagerly == [size for size in sizes if size > 24 or size in decode]

@@ -51,5 +51,5 @@ def test_kernels_change_where_first_prompts_have_both():
     for chosen in (cuts, tiles):
         assert len(set(chosen)) > 1
         for most in range(1, 2049):
-            assert {chosen[size - 1] for size in prompt_sizes(most)} == set(chosen[:most])
+            assert {chosen[size - 1] for size in prompt_sizes(most, 4)} == set(chosen[:most])
     assert streams.cut_of(40, 64).blocks == 1

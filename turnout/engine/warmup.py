@@ -41,7 +41,8 @@ from turnout.parallel.groups import Groups
 from turnout.vocabulary import Layout, Phase
 
 logger = logging.getLogger(__name__)
-BEYOND = 80  # tokens, of which connections of streams are cut as those of 64 (kernels/common/streams.py)
+# Tokens: the most that connections of residual streams cut as they do 64 (kernels/common/streams.py).
+LAST_CUT_AS_64 = 80
 
 
 class Tuner:
@@ -154,12 +155,15 @@ def empty_batch(spec: MoESpec, tokens: int, dtype: torch.dtype, device: torch.de
     )
 
 
-def prompt_sizes(most: int) -> list[int]:
+def prompt_sizes(most: int, residual_streams: int) -> list[int]:
     """Tokens of steps that between them take every kernel of a prompt outside the experts, whose sizes
-    `compile_experts` finds: those change at powers of two, and connections of streams behind BEYOND too."""
+    `compile_experts` finds: those change at powers of two, and connections of several residual streams
+    behind LAST_CUT_AS_64 too."""
     powers = [1 << i for i in range(most.bit_length())]
     sizes = {size for power in powers for size in (power, power - 1) if size}
-    return sorted(sizes | {min(BEYOND, most), most})
+    if residual_streams > 1:
+        sizes.add(min(LAST_CUT_AS_64, most))
+    return sorted(sizes | {most})
 
 
 def first_prompts(
@@ -170,7 +174,8 @@ def first_prompts(
     that is free."""
     config = engine_plan.config
     rows, room = _room(engine_plan, kv)
-    sizes = prompt_sizes(min(config.max_prefill_tokens, room * rows))
+    most = min(config.max_prefill_tokens, room * rows)
+    sizes = prompt_sizes(most, model.shape.residual_streams)
     steps = [_cut(size, room) for size in sizes]
     # Single tokens decode. Into how many spans attention cuts their contexts halves as their number doubles.
     most = min(rows, config.max_prefill_tokens)

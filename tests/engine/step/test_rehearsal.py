@@ -88,4 +88,4 @@ def test_first_prompts_of_every_size_are_rehearsed(monkeypatch: pytest.MonkeyPat
     warmup.first_prompts(core.engine_plan, core._forward, model, core._scheduler.kv, None)
     [rehearsed, both] = blocks
     assert both == 2 * rehearsed
-    assert set(rehearsed) >= set(warmup.prompt_sizes(40))
+    assert set(rehearsed) >= set(warmup.prompt_sizes(40, 1))
