@@ -23,7 +23,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
@@ -338,14 +337,12 @@ def import_for_gpus() -> None:
     try:
         from turnout.kernels.common.compilation import hash_compiler
 
-        with ThreadPoolExecutor(1) as thread:  # which has ended before anything is forked
-            hashed = thread.submit(hash_compiler)
-            for module in IMPORTED_ON_GPU:
-                importlib.import_module(module)
-            for package in (importlib.import_module(f"turnout.kernels.{name}") for name in KERNELS):
-                for found in pkgutil.iter_modules(package.__path__):
-                    importlib.import_module(f"{package.__name__}.{found.name}")
-            hashed.result()
+        hash_compiler()
+        for module in IMPORTED_ON_GPU:
+            importlib.import_module(module)
+        for package in (importlib.import_module(f"turnout.kernels.{name}") for name in KERNELS):
+            for found in pkgutil.iter_modules(package.__path__):
+                importlib.import_module(f"{package.__name__}.{found.name}")
     except ImportError:  # without Triton, of which the plan tells
         return
     except Exception as error:
