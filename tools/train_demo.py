@@ -112,6 +112,7 @@ class Trainer:
         row = tokens if whole else ROW
         data = batches(args.tokenizer, tokens, seed, args.workers, row, problems_only=not whole)
         self._warm_up(next(data))
+        ranks.first(0.0)  # the clock starts when the last of them has compiled, and NCCL has connected
         budget = 60 * args.minutes
         begun, seconds = self.progress, self.seconds
         start = saved = time.perf_counter()
