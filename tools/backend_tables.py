@@ -155,7 +155,6 @@ def _attention(a: AttentionBackend) -> dict[str, str]:
         "devices": ", ".join(sorted(a.devices)) + capability,
         "computes in": listed(a.dtypes),
         "attention": listed(kind.replace("_", " ") for kind in a.implementations),
-        "of that on request only": listed(kind.replace("_", " ") for kind in a.on_request) or "-",
         "states of Gated DeltaNet": _states(a.states),
         "sinks": yes(a.sinks),
         "heads": (f"up to {a.most_head_dim}" if a.most_head_dim else "any size") + multiples,

@@ -28,8 +28,8 @@ HOST = Place(device="cpu", dtype="float32", page_size=16)
         (LATENT, H200, "triton"),
         (LATENT, replace(H200, dtype="float32"), "torch"),
         (LATENT, HOST, "torch"),
-        (SPARSE, H200, "torch"),  # kernels on request, until they have run on a GPU
-        (SPARSE, replace(H200, asked="triton"), "triton"),
+        (SPARSE, H200, "triton"),
+        (replace(SPARSE, index_fp8=True), H200, "torch"),
         (replace(SPEC.sliding(128), sinks=True), H200, "triton"),
         (AttentionSpec.full(num_heads=4, num_kv_heads=4, head_dim=256), H200, "triton"),
         (AttentionSpec.full(num_heads=4, num_kv_heads=4, head_dim=512), H200, "torch"),
@@ -45,6 +45,7 @@ def test_choice(spec: AttentionSpec, place: Place, chosen: str) -> None:
     assert found is not None
     assert found.backend == found.prompts == chosen
     assert refusals(cache_groups([spec]), place) == []
+    assert not (spec.kind is AttentionKind.SPARSE_LATENT and found.why)  # no library that lacks it is named
 
 
 DELTA = DeltaNetSpec(num_heads=4, num_kv_heads=2, head_dim=128, value_dim=128, scale=1.0, conv_width=4)

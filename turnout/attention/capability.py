@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -91,9 +90,8 @@ class AttentionBackend:
     implementations: of each kind that it computes, "package.module:class", a subclass of `PagedAttention`
     (paged.py). most_head_dim: but of compressed attention. head_multiple, page_multiple: what head sizes and
     pages are multiples of. architectures: major compute capabilities of GPUs that it runs on; empty: all.
-    on_request: the kinds that it computes only where --attention-backend names it. device_tables: it reads
-    pages and lengths on the device, so that CUDA graphs may hold its decoding, and kernels that make keys and
-    values store them (`Attention.place`).
+    device_tables: it reads pages and lengths on the device, so that CUDA graphs may hold its decoding, and
+    kernels that make keys and values store them (`Attention.place`).
     index_fp8: it reads index keys in FP8. states: of recurrent layers; None: it has nothing for them.
 
     prompts_for: it has no decoding, and computes prompts for this backend, by classes like
@@ -112,7 +110,6 @@ class AttentionBackend:
     head_multiple: int = 1
     page_multiple: int = 1
     package: Package | None = None
-    on_request: AbstractSet[AttentionKind] = frozenset()
     device_tables: bool = False
     index_fp8: bool = False
     states: StateKernels | None = None
@@ -156,11 +153,6 @@ class AttentionBackend:
         paged = not isinstance(spec, DeltaNetSpec)
         return (
             (spec.kind not in self.implementations, f"has no {spec.kind} attention", other_model),
-            (
-                spec.kind in self.on_request and place.asked != self.name,
-                f"computes {spec.kind} attention on request only",
-                f"use --attention-backend {self.name}",
-            ),
             (
                 isinstance(spec, SparseLatentSpec) and spec.index_fp8 and not self.index_fp8,
                 "does not read index keys in FP8",

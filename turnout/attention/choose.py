@@ -58,7 +58,7 @@ def _with_prompts(
         if place.asked == other.name:
             return None if limits else replace(own, prompts=other.name)
         least = other.pays_from(spec, place)
-        if least is None:
+        if least is None or spec.kind not in other.implementations:
             continue
         if limits:
             why = f"{other.name} is faster for prompts of {least} tokens or more, but {', '.join(limits)}"

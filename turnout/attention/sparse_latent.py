@@ -6,8 +6,8 @@ Index keys lie in the slots of the latent vectors, so that what happens to a pag
 token of a chunk sees more than `index_topk` the choice is everything, and the chunk is computed as latent.py
 does. Beyond that each token reads the vectors it chose, in the absorbed form, SPARSE_ROWS tokens at a time.
 
-With --attention-backend triton, decoding tokens are scored, and what they chose is read, by kernels
-(backends/triton/latent.py).
+On GPUs kernels score tokens and read what they chose (backends/triton/latent.py), but where index keys are
+in FP8.
 
 Layers without an indexer attend to what the last layer before them chose in this step.
 

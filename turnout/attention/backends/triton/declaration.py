@@ -19,8 +19,6 @@ BACKEND = AttentionBackend(
     },
     most_head_dim=256,
     package=TRITON,
-    # Until their kernels have run on a GPU.
-    on_request=frozenset({AttentionKind.SPARSE_LATENT, AttentionKind.COMPRESSED}),
     device_tables=True,
     states=StateKernels(
         implementation="turnout.attention.backends.triton.states:TritonStates",
