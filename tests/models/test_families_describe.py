@@ -120,7 +120,7 @@ def test_plans_of_sparse_attention_count_index_keys() -> None:
     full = [i for i in range(78) if i < 3 or (i - 2) % 4 == 0]
     assert f"{(78 * 576 + len(full) * 128) * 2:,}" in text
     told = (
-        f"(512 + 64), 2048 of each context by keys of 128 that {len(full)} layers keep, in 78 layers: torch"
+        f"(512 + 64), 2048 of each context by keys of 128 that {len(full)} layers keep, in 78 layers: triton"
     )
     assert told in text
     code, text = plan("glm-5.2", "b200", index_cache_dtype="fp8", **wide)
