@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from tests.models.test_families_describe import published
 from turnout.attention.backends.flash_attn_4.declaration import PACKAGE
 from turnout.attention.capability import Chosen, Place
 from turnout.attention.choose import choose, choose_states, refusals
 from turnout.attention.kinds import AttentionSpec, DeltaNetSpec, SparseLatentSpec, cache_groups
+from turnout.models import describe
 from turnout.vocabulary import AttentionKind
 
 SPEC = AttentionSpec.full(num_heads=8, num_kv_heads=2, head_dim=64)
@@ -45,7 +47,6 @@ def test_choice(spec: AttentionSpec, place: Place, chosen: str) -> None:
     assert found is not None
     assert found.backend == found.prompts == chosen
     assert refusals(cache_groups([spec]), place) == []
-    assert not (spec.kind is AttentionKind.SPARSE_LATENT and found.why)  # no library that lacks it is named
 
 
 DELTA = DeltaNetSpec(num_heads=4, num_kv_heads=2, head_dim=128, value_dim=128, scale=1.0, conv_width=4)
@@ -130,6 +131,13 @@ def test_a_library_that_is_not_installed_is_named_with_what_it_would_bring(
     (refusal,) = refusals(cache_groups([WIDE]), replace(here, asked="flash-attn-4"))
     assert refusal.limit == "flash-attn-4 needs flash-attn-4>=4.0.0b36, not installed here"
     assert refusal.remedy == f"use --attention-backend auto, or {PACKAGE.install}"
+
+
+def test_a_library_is_not_called_faster_at_what_it_lacks() -> None:
+    lacking = {SPARSE, *describe(published("deepseek-v4-flash")).shape.attention}
+    assert {layer.kind for layer in lacking} == {AttentionKind.SPARSE_LATENT, AttentionKind.COMPRESSED}
+    for layer in lacking:
+        assert choose(layer, HOPPER) == Chosen(backend="triton", prompts="triton")
 
 
 @pytest.mark.parametrize(
