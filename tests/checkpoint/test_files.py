@@ -373,27 +373,35 @@ def test_integers_have_no_nan(tmp_path):
     assert all(torch.equal(files.read(name), tensor) for name, tensor in tensors.items())
 
 
-@pytest.fixture
-def shared_by_threads(monkeypatch):
-    """Four threads, however small the tensors and the machine."""
-    monkeypatch.setattr("turnout.checkpoint.files._SHARED_BYTES", 0)
+@pytest.fixture(params=[0, 2048], ids=["of one", "of several"])
+def shared_by_threads(request, monkeypatch):
+    """Four threads, however small the tensors and the machine, with pieces of one tensor or of several."""
+    monkeypatch.setattr("turnout.checkpoint.files._SHARED_BYTES", request.param)
     monkeypatch.setattr("turnout.checkpoint.files._PIECE_BYTES", 64)
     monkeypatch.setattr("turnout.checkpoint.files._CHECKED_BYTES", 16)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(4)))
 
 
 @pytest.mark.usefixtures("shared_by_threads")
-def test_threads_read_the_same_bytes(tmp_path):
+def test_threads_read_the_same_bytes(tmp_path, request):
     draw = torch.Generator().manual_seed(0)
     tensors = {f"t{i:02}": torch.randn(8, 37, generator=draw) for i in range(40)}
     save_file(tensors, tmp_path / "model.safetensors")
     heard: list[tuple[str, int, int]] = []
     files = TensorFiles(tmp_path, lambda *report: heard.append(report))
     out = torch.zeros(40, 8, 37)
-    checked: list[str] = []
-    files.read_each(list(zip(tensors, out, strict=True)), lambda name, value: checked.append(name))
+    held: list[float] = []
+    alone: list[float] = []
+    files.read_stacked(
+        list(tensors),
+        out,
+        holds=lambda few: held.extend(few.tolist()) or True,
+        check=lambda name, value: alone.extend(value.flatten().tolist()),
+    )
     assert torch.equal(out, torch.stack(list(tensors.values())))
-    assert sorted(checked) == sorted(name for name, *_ in heard) == sorted(tensors)
+    assert sorted(held + alone) == sorted(out.flatten().tolist())
+    assert bool(held) == (request.node.callspec.params["shared_by_threads"] > 0)
+    assert sorted(name for name, *_ in heard) == sorted(tensors)
     assert heard[-1][1] == files.nbytes
     assert files.unread() == []
 
@@ -406,4 +414,86 @@ def test_the_first_of_several_damaged_tensors_is_named(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     files = TensorFiles(tmp_path)
     with pytest.raises(CheckpointError, match=r"t07.*\[3, 5\]"):
-        files.read_each(list(zip(tensors, torch.zeros(40, 8, 37), strict=True)))
+        files.read_stacked(list(tensors), torch.zeros(40, 8, 37))
+
+
+def no_negatives(name: str, value: torch.Tensor) -> None:
+    if float(value.min()) < 0:
+        raise ValueError(name)
+
+
+def error_of(read) -> str:
+    with pytest.raises((CheckpointError, ValueError)) as caught:
+        read()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("piece", [64, 1 << 22], ids=["threads", "at once"])
+@pytest.mark.parametrize("trouble", ["nan", "negative", "truncated", "gone", "other-type", "other-size"])
+def test_tensors_of_a_stack_are_refused_as_one_by_one(trouble, piece, tmp_path, monkeypatch):
+    """By the same words, and for the first of them, also where a later one is damaged in another way."""
+    monkeypatch.setattr("turnout.checkpoint.files._PIECE_BYTES", piece)
+    monkeypatch.setattr("turnout.checkpoint.files._SHARED_BYTES", 4 * 64)
+    path, names = tmp_path / "model.safetensors", [f"t{i}" for i in range(9)]
+    tensors = {name: torch.full((3, 5), i + 1.0) for i, name in enumerate(names)}
+    damage = {
+        "nan": {"t4": torch.full((3, 5), torch.nan), "t5": -tensors["t5"]},
+        "negative": {"t4": -tensors["t4"], "t5": torch.full((3, 5), torch.inf)},
+        "other-type": {"t4": -tensors["t4"].bfloat16()},
+        "other-size": {"t4": torch.ones(2, 5)},
+    }.get(trouble, {})
+    save_file(tensors | damage, path)
+    one, many = TensorFiles(tmp_path), TensorFiles(tmp_path)
+    if trouble == "truncated":
+        path.write_bytes(path.read_bytes()[: one.meta("t4").offset + 8])
+    elif trouble == "gone":
+        path.unlink()
+    out = torch.zeros(9, 3, 5)
+
+    def one_by_one() -> None:
+        for name, value in zip(names, out, strict=True):
+            one.read_into(name, value)
+            no_negatives(name, value)
+
+    wanted = error_of(one_by_one)
+    assert ("t0" if trouble == "gone" else "t4") in wanted
+    holds = lambda few: float(few.min()) >= 0  # noqa: E731
+    assert error_of(lambda: many.read_stacked(names, out, holds=holds, check=no_negatives)) == wanted
+
+
+def test_a_stack_of_another_type_is_converted(tmp_path):
+    tensors = {
+        f"t{i}": torch.full((3, 5), i + 1.0, dtype=(torch.bfloat16, torch.half)[i % 2]) for i in range(9)
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    files, out = TensorFiles(tmp_path), torch.zeros(9, 3, 5)
+    files.read_stacked(list(tensors), out)
+    assert torch.equal(out, torch.stack([value.float() for value in tensors.values()]))
+    assert files.unread() == []
+
+
+def test_scalars_are_read_together(tmp_path):
+    """Whatever has to be told of them is left to those who read them one by one."""
+    heard = []
+    tensors = {f"s{i}": torch.tensor(i + 0.5) for i in range(6)} | {"s6": torch.tensor([6.5])}
+    others = {"half": torch.tensor(1.0).half(), "int": torch.tensor(3), "two": torch.ones(2)}
+    save_file(tensors | others, tmp_path / "model.safetensors")
+    files = TensorFiles(tmp_path, lambda *report: heard.append(report))
+    floats = (torch.float16, torch.float32)
+    for names in (["s0", "half"], ["int"], ["s0", "two"], ["two"], ["s0", "none"], ["none"]):
+        assert files.read_scalars(names, floats) is None
+    assert not heard
+    found = files.read_scalars(list(tensors), floats)
+    assert found is not None
+    assert found.tolist() == [i + 0.5 for i in range(7)]
+    assert [name for name, *_ in heard] == list(tensors)
+    half = files.read_scalars(["half"], floats)
+    assert half is not None
+    assert (half.dtype, half.tolist()) == (torch.float16, [1.0])
+    files.close()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[: files.meta("s6").offset + 2])
+    assert files.read_scalars(list(tensors), floats) is None
+    files.close()
+    path.unlink()
+    assert files.read_scalars(list(tensors), floats) is None

@@ -153,12 +153,19 @@ class PerExpert(StoredExperts):
         files, why = self.wanted.files, _expected_by(self.wanted)
         names = [module + part.suffix for module in self.modules(matrix)]
         # The first tensor decides which of the allowed dtypes all have.
-        part = replace(part, dtypes=(part.expect(files, names[0], shape, why).dtype,))
-        for name in names:
-            part.expect(files, name, shape, why)
-        out = files.empty((self.wanted.count, len(self._projections[matrix]), *shape), part.dtypes[0])
-        places = zip(names, out.flatten(0, 1), strict=True)
-        files.read_each(list(places), lambda name, value: part.check(files, name, value))
+        first = part.expect(files, names[0], shape, why)
+        part = replace(part, dtypes=(first.dtype,))
+        for name in names[1:]:
+            meta = files.find(name)
+            if meta is None or meta.stored != first.stored or meta.shape != first.shape:
+                part.expect(files, name, shape, why)
+        out = files.empty((self.wanted.count, len(self._projections[matrix]), *shape), first.dtype)
+        files.read_stacked(
+            names,
+            out.flatten(0, 1),
+            holds=part.sound.holds if part.sound else None,
+            check=(lambda name, value: part.check(files, name, value)) if part.sound else None,
+        )
         return out.flatten(1, 2)
 
     def _modules(self, matrix: str, expert: int) -> list[str]:

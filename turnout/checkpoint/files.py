@@ -32,8 +32,8 @@ ProgressFn = Callable[[str, int, int], None]  # (tensor, bytes done, bytes in al
 
 _CHUNK_BYTES = 1 << 24
 _CHECKED_BYTES = 1 << 18  # read and checked at once: what a core's own cache holds
-_PIECE_BYTES = 1 << 24  # of a tensor, for one of several threads
-_SHARED_BYTES = 1 << 25  # from which on several threads read
+_PIECE_BYTES = 1 << 22  # of a tensor or of a stack of them, for one of several threads
+_SHARED_BYTES = 1 << 23  # from which on several threads read
 _THREADS = 8  # at most: what lies in memory is read at 1 to 2 GB/s by one
 
 # By dtype, unsigned integers of its size, and the smallest that twice the bits of a NaN or an infinity give:
@@ -65,6 +65,7 @@ class TensorFiles:
         self._sorted = sorted(self._metas)
         self._files: dict[Path, int] = {}  # open descriptors
         self._lock = threading.Lock()
+        self._scratch = threading.local()
         self._progress = progress
         self._total = sum(meta.nbytes for meta in self._metas.values())
         self._done = 0
@@ -120,21 +121,76 @@ class TensorFiles:
         """Uninitialised memory on the host; pinned where tensors are copied to a GPU once they are read."""
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=self.pinned)
 
-    def read_each(
-        self, reads: Sequence[tuple[str, Tensor]], check: Callable[[str, Tensor], None] | None = None
+    def read_stacked(
+        self,
+        names: Sequence[str],
+        out: Tensor,
+        *,
+        holds: Callable[[Tensor], bool] | None = None,
+        check: Callable[[str, Tensor], None] | None = None,
     ) -> None:
-        """`read_into` for each (name, out), by several threads from _SHARED_BYTES on, then `check`."""
+        """`read_into` for each name and its entry of `out`, then `check`, by several threads.
 
-        def one(read: tuple[str, Tensor]) -> None:
-            self.read_into(*read)
-            if check is not None:
-                check(*read)
+        holds: whether `check` would take these elements, of whichever tensors. Tensors of the dtype of
+        `out`, contiguous on the CPU, are read and checked many at a time; where that fails, once more and
+        one by one, for the error to name the first.
+        """
 
-        if sum(out.nbytes for _, out in reads) < _SHARED_BYTES:
-            for read in reads:
-                one(read)
+        def one_by_one(run: slice) -> None:
+            for name, value in zip(names[run], out[run], strict=True):
+                self.read_into(name, value)
+                if check is not None:
+                    check(name, value)
+
+        each = out[0].nbytes
+        plain = out.device.type == "cpu" and out.is_contiguous()
+        if not plain or not 0 < each < _SHARED_BYTES or (check is not None and holds is None):
+            one_by_one(slice(None))
+            return
+        step = max(1, _PIECE_BYTES // each)
+        runs = [slice(first, first + step) for first in range(0, len(names), step)]
+
+        def read(run: slice) -> None:
+            try:
+                sound = self._read_run(names[run], out[run], holds)
+            except OSError:
+                sound = False
+            if not sound:
+                one_by_one(run)
+
+        if out.nbytes < _SHARED_BYTES:
+            for run in runs:
+                read(run)
         else:
-            _share(one, reads)
+            _share(read, runs)
+
+    def read_scalars(self, names: Sequence[str], dtypes: Iterable[torch.dtype]) -> Tensor | None:
+        """[len(names)] of tensors of one number each, all of the first one's dtype, one of `dtypes`.
+
+        None, and nothing counts as read, where they are something else or one cannot be read: `expect` and
+        `read_into` tell why. Numbers may be NaN or infinite.
+        """
+        metas = [self._metas.get(name) for name in names]
+        first = metas[0]
+        if first is None or first.dtype not in tuple(dtypes):
+            return None
+        stored, size, path, file, numbers = first.stored, first.dtype.itemsize, None, -1, []
+        try:
+            for meta in metas:
+                if meta is None or meta.stored != stored or meta.shape not in ((), (1,)):
+                    return None
+                if meta.file is not path:
+                    path, file = meta.file, self._open(meta.file)
+                numbers.append(os.pread(file, size, meta.offset))
+        except OSError:
+            return None
+        if any(len(number) < size for number in numbers):
+            return None
+        self.set_aside(names)
+        return torch.frombuffer(bytearray(b"".join(numbers)), dtype=first.dtype)
+
+    def find(self, name: str) -> TensorMeta | None:
+        return self._metas.get(name)
 
     def meta(self, name: str, *, why: str = "") -> TensorMeta:
         """Raises CheckpointError when there is no such tensor; `why` says who needs it."""
@@ -231,17 +287,45 @@ class TensorFiles:
                 self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             return self._files[path]
 
+    def _read_run(self, names: Sequence[str], out: Tensor, holds: Callable[[Tensor], bool] | None) -> bool:
+        """Whether these tensors were read to the entries of `out` and hold what they may."""
+        flat = out.reshape(-1)
+        view, dtype = flat.view(torch.uint8).numpy().data, out.dtype
+        each, width = len(view) // len(names), dtype.itemsize
+        checked = dtype in _NOT_FINITE or holds is not None
+        step = _CHECKED_BYTES if checked else each
+        path, file, stored, begin, end = None, -1, None, 0, 0
+        for name in names:
+            meta = self._metas[name]
+            if meta.stored != stored:
+                if meta.dtype != dtype:
+                    return False
+                stored = meta.stored
+            if meta.nbytes != each:
+                return False
+            if meta.file is not path:
+                path, file = meta.file, self._open(meta.file)
+            for start in range(0, each, step):
+                size = min(step, each - start)
+                if _fill(file, view[end : end + size], meta.offset + start) < size:
+                    return False
+                end += size
+                if checked and (end - begin >= _CHECKED_BYTES or end == len(view)):
+                    if self._first_not_finite(dtype, view[begin:end]) is not None:
+                        return False
+                    if holds is not None and not holds(flat[begin // width : end // width]):
+                        return False
+                    begin = end
+        self.set_aside(names)
+        return True
+
     def _require_finite(self, name: str, offset: int, part: memoryview) -> None:
         """part: whole elements of the tensor, from byte `offset` of its file on."""
         meta = self._metas[name]
-        if meta.dtype not in _NOT_FINITE:
+        found = self._first_not_finite(meta.dtype, part)
+        if found is None:
             return
-        dtype, smallest = _NOT_FINITE[meta.dtype]
-        doubled = np.frombuffer(part, dtype)
-        doubled = doubled + doubled
-        if doubled.max() < smallest:
-            return
-        first = (offset - meta.offset) // meta.dtype.itemsize + int((doubled >= smallest).argmax())
+        first = (offset - meta.offset) // meta.dtype.itemsize + found
         place = [int(i) for i in np.unravel_index(first, meta.shape)]
         raise self.wrong(
             name,
@@ -250,6 +334,17 @@ class TensorFiles:
             f"NaN or infinity at {place} of {list(meta.shape)}",
             "Download the checkpoint again, or write it again if its quantisation went wrong",
         )
+
+    def _first_not_finite(self, dtype: torch.dtype, part: memoryview) -> int | None:
+        """The first element that is NaN or infinite, of a part of less than 2 * _CHECKED_BYTES."""
+        if dtype not in _NOT_FINITE:
+            return None
+        unsigned, smallest = _NOT_FINITE[dtype]
+        bits = np.frombuffer(part, unsigned)
+        if not hasattr(self._scratch, "memory"):  # fresh memory would take longer than the sums
+            self._scratch.memory = np.empty(2 * _CHECKED_BYTES, np.uint8)
+        doubled = np.add(bits, bits, out=self._scratch.memory[: len(part)].view(unsigned))
+        return None if doubled.max() < smallest else int((doubled >= smallest).argmax())
 
 
 def _share(call: Callable[[T], None], items: Sequence[T]) -> None:

@@ -25,7 +25,7 @@ ROWS_AT_ONCE = 1024  # decoded together; a multiple of every block height
 
 @dataclass(frozen=True)
 class Sound:
-    """What the values of a scale must be; `holds` sees the tensor as stored."""
+    """What each value of a scale must be; `holds` sees some of them as stored."""
 
     holds: Callable[[Tensor], bool]
     words: str
@@ -96,7 +96,10 @@ def read_scalar(files: TensorFiles, name: str, why: str) -> Tensor:
 
 def read_scalars(files: TensorFiles, names: Sequence[str], why: str) -> Tensor:
     """Positive scales, one number each, as float32 [len(names)]."""
-    values = torch.empty(len(names))
+    together = files.read_scalars(names, FLOATS)
+    if together is not None and POSITIVE.holds(together):
+        return together.float()
+    values = torch.empty(len(names))  # again one by one, for the error to name the first that is wrong
     for name, value in zip(names, values.split(1), strict=True):
         meta = files.expect(name, None, FLOATS, why=why)
         if meta.shape not in ((), (1,)):
