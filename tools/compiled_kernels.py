@@ -5,7 +5,8 @@
 
 `record` asks for the kernels of this checkout and compiles each variant for an H100 or H200, as far as PTX:
 those outside the experts as tests of warming up ask for them, Hopper's expert kernels as the shipped tables
-of tile configurations and the rule do, the exchanges over NVLink, and what only tools time. `compare` prints
+of tile configurations and the rule do, the exchanges over NVLink, those that load weights, and what only
+tools time. `compare` prints
 the variants whose PTX differs, and those that only one record has; it exits with 1 if there are any. Lines
 and names of files do not count, nor does the kernel's name.
 
@@ -197,11 +198,22 @@ def of_nvlink() -> None:
     batched_experts.weigh(y, ids, places, torch.empty(64, 8))
 
 
+def of_loading() -> None:
+    """Asks for the kernel that puts 4-bit weights into Hopper's order, of each format."""
+    from turnout.kernels.hopper.fold import fold
+
+    packed = torch.empty(1, 64, 32, dtype=torch.uint8)
+    codes, scales, top = (torch.empty(1, 1, 1, size, dtype=torch.int32) for size in (512, 64, 1))
+    for format, group in (("nvfp4", 16), ("mxfp4", 32), ("int4", 32)):
+        scale = torch.empty(1, 64, 64 // group, dtype=torch.int16 if format == "int4" else torch.uint8)
+        fold(packed, scale, top, codes, scales, format=format, group=group, paired=True)
+
+
 def variants(only: str, each: int) -> list[Variant]:
     """What this checkout asks for, in one order. each: of a kernel so many at most, apart from each other; 0:
     all."""
     with torch.inference_mode(), early_launches(), asking() as found:
-        for ask in (outside_experts, timed_by_tools, of_experts, of_nvlink):
+        for ask in (outside_experts, timed_by_tools, of_experts, of_nvlink, of_loading):
             ask()
     by_name: dict[str, list[Variant]] = {}
     for made_of, variant in sorted(found.items()):

@@ -8,6 +8,7 @@ import torch
 from tests.moe.backends.hopper.unfold import from_fragments, unpair_rows
 from turnout.formats import codec
 from turnout.formats.packed import PackedTensor
+from turnout.moe.backends.hopper import fragments
 from turnout.moe.backends.hopper.fragments import pair_rows, to_fragments
 
 SHAPES = [(64, 64, False), (128, 192, False), (96, 64, False), (192, 96, True), (32, 64, True)]
@@ -25,6 +26,20 @@ def test_inverse_gives_back_the_weights(format: str, rows: int, columns: int, pa
     packed = weights(format, rows, columns)
     back = from_fragments(to_fragments(packed, paired=paired, device="cpu"), paired=paired)
     torch.testing.assert_close(back, packed.decode(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "columns", "paired"), SHAPES)
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4"])
+def test_a_gpu_folds_to_the_same_bits(
+    format: str, rows: int, columns: int, paired: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Two of three experts at a time."""
+    monkeypatch.setattr(fragments, "COPY_BYTES", rows * columns * 5 // 4)
+    packed = weights(format, rows, columns)
+    wanted, found = (to_fragments(packed, paired=paired, device=device) for device in ("cpu", "cuda"))
+    for name in ("codes", "scales", "alpha"):
+        assert torch.equal(getattr(found, name).cpu(), getattr(wanted, name)), name
 
 
 def test_every_scale_survives():

@@ -1,4 +1,4 @@
-"""4-bit weights in the order in which Hopper's tensor cores take them, in plain torch.
+"""4-bit weights in the order in which Hopper's tensor cores take them: on the CPU in plain torch.
 
 `wgmma` takes its first operand from registers: for a tile of 64 rows and 16 columns, lane l of warp w holds
 rows 16 w + l / 4 and 8 below it, columns 2 (l % 4) and the next, and the same two 8 further on. Weights are
@@ -48,8 +48,8 @@ from turnout.vocabulary import Format
 
 BLOCK = 64
 SLACK = 16  # blocks
-# Folded at once, which takes tens of bytes a weight; a GPU's host takes 1 ms for its launches, however many.
-FOLD_CODES = {"cpu": 1 << 22, "cuda": 1 << 25}
+FOLD_CODES = 1 << 22  # folded at once by torch, which takes tens of bytes a weight
+COPY_BYTES = 1 << 27  # of packed weights that a GPU holds next to what it has folded, or one expert's
 GROUP: dict[str, int] = {
     format: FORMATS[format].group for format in (Format.MXFP4, Format.NVFP4, Format.INT4)
 }
@@ -111,12 +111,52 @@ def fill(fragments: Fragments, weights: PackedTensor, *, paired: bool) -> None:
     """Put `weights` into the storage of `fragments`, few experts at a time."""
     E, N, K = weights.shape
     device = fragments.codes.device
-    some = max(1, FOLD_CODES[device.type] // (N * K))
+    on_gpu = device.type == "cuda"
+    each = (weights.data.nbytes + (0 if weights.scale is None else weights.scale.nbytes)) // E
+    some = max(1, COPY_BYTES // each if on_gpu else FOLD_CODES // (N * K))
     for first in range(0, E, some):
         part = slice(first, first + some)
         into = fragments.codes[part], fragments.scales[part], fragments.alpha[part]
+        if on_gpu:
+            _fold_on_gpu(weights[part].to(device), *into, paired=paired)
+            continue
         for mine, new in zip(into, _folded_experts(weights[part].to(device), paired), strict=True):
             mine.copy_(new)
+
+
+def _fold_on_gpu(
+    weights: PackedTensor, codes: Tensor, scales: Tensor, alpha: Tensor, *, paired: bool
+) -> None:
+    """What `_folded_experts` gives, bit by bit, by a kernel."""
+    from turnout.kernels.hopper.fold import fold
+
+    assert weights.scale is not None, f"{weights.format} weights carry scales"
+    scale_ENG = weights.scale.contiguous()
+    top_E = codes  # in place of it, for formats whose kernel takes none
+    if weights.format == Format.INT4:
+        scale_ENG = scale_ENG.view(torch.int16)
+        alpha.fill_(1)
+    elif weights.format == Format.NVFP4:
+        scale_ENG = scale_ENG.view(torch.uint8)
+        alpha.copy_(_nvfp4_alpha(weights))
+    else:
+        top_E = scale_ENG.amax(dim=(1, 2)).to(torch.int32)
+        alpha.copy_(_mxfp4_alpha(top_E))
+    fold(
+        weights.data.contiguous(), scale_ENG, top_E, codes, scales,
+        format=str(weights.format), group=GROUP[weights.format], paired=paired,
+    )  # fmt: skip
+
+
+def _nvfp4_alpha(weights: PackedTensor) -> Tensor:
+    """float32 [e]."""
+    assert weights.global_scale is not None, "nvfp4 weights carry a global scale"
+    return weights.global_scale.float() * 2.0**8  # the scales are stored divided by 2^8
+
+
+def _mxfp4_alpha(top: Tensor) -> Tensor:
+    """float32, of the largest scale of each expert."""
+    return torch.exp2((top - 127).float())
 
 
 def pair_rows(weight: Tensor) -> Tensor:
@@ -135,14 +175,13 @@ def _folded_experts(weights: PackedTensor, paired: bool) -> tuple[Tensor, Tensor
         codes = _folded(padded(code_eNK, BLOCK, paired), _fold_int4)
         return codes, _fold_wide_scales(bits_eNG), torch.ones(len(codes))
     if weights.format == Format.NVFP4:
-        assert weights.global_scale is not None, "nvfp4 weights carry a global scale"
         byte_eNG = _normalised(scale_eNG.view(torch.uint8))
-        alpha_e = weights.global_scale.float() * 2.0**8  # the scales are stored divided by 2^8
+        alpha_e = _nvfp4_alpha(weights)
     else:
         exponent_eNG = scale_eNG.to(torch.int32)
         top_e11 = exponent_eNG.amax(dim=(1, 2), keepdim=True)
         byte_eNG = (exponent_eNG - top_e11 + _TOP_FIELD).clamp(min=0).to(torch.uint8)
-        alpha_e = torch.exp2((top_e11 - 127).float())
+        alpha_e = _mxfp4_alpha(top_e11)
     group = GROUP[weights.format]
     code_eNK = code_eNK.masked_fill((byte_eNG == 0).repeat_interleave(group, dim=2), 0)
     code_eNK = padded(code_eNK, BLOCK, paired)
@@ -177,7 +216,7 @@ def _folded(code_eNK: Tensor, halves: Callable[[Tensor], Tensor]) -> Tensor:
     Few rows at a time.
     """
     e, N, K = code_eNK.shape
-    rows = max(BLOCK, FOLD_CODES[code_eNK.device.type] // K // BLOCK * BLOCK)
+    rows = max(BLOCK, FOLD_CODES // K // BLOCK * BLOCK)
     folded = []
     for part in code_eNK.view(e * N, K).split(rows):
         n, k = part.shape[0] // BLOCK, part.shape[1] // BLOCK
