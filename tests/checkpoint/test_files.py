@@ -497,3 +497,42 @@ def test_scalars_are_read_together(tmp_path):
     files.close()
     path.unlink()
     assert files.read_scalars(list(tensors), floats) is None
+
+
+@pytest.mark.parametrize(
+    "size", [1, 6 * 20, 6 * 20 + 7, 1 << 16], ids=["less than a row", "6", "uneven", "all"]
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [((0, 9), (0, 10)), ((2, 7), (0, 10)), ((1, 6), (3, 4))])
+def test_rows_come_through_other_memory(rows, columns, dtype, size, tmp_path):
+    """Of a tensor whose rows are 20 bytes; what is stored elsewhere in `out` stays."""
+    tensors = {"other": torch.ones(3), "w": torch.randn(9, 10).half()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    files = TensorFiles(tmp_path)
+    (first, n), (first_column, k) = rows, columns
+    around = torch.full((n + 2, k + 2), 7.0, dtype=dtype)
+    wanted = around.clone()
+    wanted[1:-1, 1:-1] = tensors["w"][first : first + n, first_column : first_column + k]
+    staging = torch.zeros(size, dtype=torch.uint8)
+    files.read_staged("w", around[1:-1, 1:-1], staging, first=first, first_column=first_column)
+    assert torch.equal(around, wanted)
+    assert files.unread() == ["other"]
+    for out, place in ((torch.zeros(9, 10), {"first": 1}), (torch.zeros(9, 10), {"first_column": 1})):
+        with pytest.raises(ValueError, match="reading"):
+            files.read_staged("w", out, staging, **place)
+
+
+@pytest.mark.parametrize("trouble", ["nan", "truncated"])
+def test_rows_through_other_memory_are_refused_as_at_once(trouble, tmp_path):
+    weight = torch.randn(9, 10).half()
+    if trouble == "nan":
+        weight[7, 2] = torch.nan
+    path = tmp_path / "model.safetensors"
+    save_file({"w": weight}, path)
+    files = TensorFiles(tmp_path)
+    if trouble == "truncated":
+        path.write_bytes(path.read_bytes()[:-30])
+    out = torch.zeros(8, 10, dtype=torch.float16)
+    wanted = error_of(lambda: files.read_into("w", out, first=1))
+    staging = torch.zeros(60, dtype=torch.uint8)
+    assert error_of(lambda: files.read_staged("w", out, staging, first=1)) == wanted

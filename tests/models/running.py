@@ -33,12 +33,8 @@ from turnout.parallel.topology import Topology
 def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Has an item more for each range of bytes that checkpoints' files are read at from now on."""
     counted: list[int] = []
-    read_bytes = files.TensorFiles._read_bytes
-    monkeypatch.setattr(
-        files.TensorFiles,
-        "_read_bytes",
-        lambda self, *given, **named: counted.append(1) or read_bytes(self, *given, **named),
-    )
+    fill = files._fill
+    monkeypatch.setattr(files, "_fill", lambda *given: counted.append(1) or fill(*given))
     return counted
 
 

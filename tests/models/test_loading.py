@@ -15,16 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoint.writers import edit_config, save
+from tests.checkpoint.writers import edit_config, save, write_checkpoint
 from tests.checkpoint.writers import load as tensors_of
 from tests.models.configs import BASES, empty_model, tiny
 from tests.models.families import FAMILIES, build
 from tests.models.running import PlainAttention, load
 from tests.tiny import QWEN2_MOE, write_model
 from turnout.attention.kinds import AttentionSpec
-from turnout.checkpoint import CheckpointError
+from turnout.checkpoint import CheckpointError, open_checkpoint
 from turnout.errors import UserError
 from turnout.models.interface import ModelShape
+from turnout.models.shares import Share, whole
 from turnout.models.weights import Weights
 
 
@@ -210,6 +211,64 @@ def test_experts_read_ahead_are_those_of_their_layers(tmp_path: Path, monkeypatc
     save(tmp_path, tensors)
     with pytest.raises(CheckpointError, match=r"layers\.3\.mlp\.experts\.2\.up_proj"):
         load(tmp_path)
+
+
+class Memory:
+    """In place of page-locked memory."""
+
+    def __init__(self) -> None:
+        self.memory = torch.zeros(1000, dtype=torch.uint8)
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8", "modelopt"])
+def test_staged_weights_are_those_read_at_once(format: str, tmp_path: Path) -> None:
+    """As on CUDA: shares of rows and of columns, in the stored type or another, quantised or not."""
+    write_checkpoint(tmp_path, format, dense=True)
+    prefix = "model.layers.1.self_attn"
+    with open_checkpoint(tmp_path) as checkpoint:
+        for dtype in (torch.float32, torch.bfloat16):
+            plain, staged = (Weights(checkpoint, device=torch.device("cpu"), dtype=dtype) for _ in range(2))
+            staged.staging = Memory()  # type: ignore[assignment]
+            for rows, columns in ((whole(64), whole(64)), (Share(64, 20, 30), Share(64, 16, 48))):
+                wanted = plain.linear(f"{prefix}.q_proj", rows, columns)
+                found = staged.linear(f"{prefix}.q_proj", rows, columns)
+                assert found.is_contiguous()
+                assert torch.equal(found, wanted)
+                both = {f"{prefix}.q_proj": rows, f"{prefix}.k_proj": Share(32, 8, 16)}
+                assert torch.equal(staged.fused(both, columns), plain.fused(both, columns))
+            head = "lm_head", Share(384, 100, 284), whole(64)
+            assert torch.equal(
+                staged.linear(*head, dtype=torch.float32), plain.linear(*head, dtype=torch.float32)
+            )
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_staging_memory_is_freed_when_all_is_read(
+    damaged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path)
+    plain = PlainAttention(load(tmp_path)).logits(("a", [5, 6, 7]))
+    made, memory = Weights.__init__, Memory()
+
+    def staged(self: Weights, *args: Any, **options: Any) -> None:
+        made(self, *args, **options)
+        self.staging = memory  # type: ignore[assignment]
+
+    monkeypatch.setattr(Weights, "__init__", staged)
+    if damaged:
+        tensors = tensors_of(tmp_path)
+        tensors["model.layers.1.self_attn.o_proj.weight"][0, 1] = torch.nan
+        save(tmp_path, tensors)
+        with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.o_proj.*at \[0, 1\]"):
+            load(tmp_path)
+    else:
+        assert torch.equal(PlainAttention(load(tmp_path)).logits(("a", [5, 6, 7]))[0], plain[0])
+    assert memory.memory.any()
+    assert memory.closed
 
 
 MEASURE = """

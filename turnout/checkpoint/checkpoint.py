@@ -170,6 +170,27 @@ class Checkpoint:
         decoded = decode_by_rows(self.packed(module, shape), dtype)
         return decoded if count in (None, len(decoded)) else decoded[first : first + count].clone()
 
+    def linear_into(
+        self,
+        module: str,
+        shape: tuple[int, int],
+        out: Tensor,
+        staging: Tensor,
+        *,
+        first: int = 0,
+        first_column: int = 0,
+    ) -> None:
+        """Fill `out` [n, k], on any device, with rows from `first` and columns from `first_column` on of what
+        `linear` gives. staging: uint8, on the CPU, that rows come through which are stored plain.
+        """
+        if self._is_plain(module):
+            name = f"{module}.weight"
+            self._files.expect(name, shape, FLOATS, why=bf16.WHY)
+            self._files.read_staged(name, out, staging, first=first, first_column=first_column)
+            return
+        decoded = decode_by_rows(self.packed(module, shape), out.dtype)
+        out.copy_(decoded[first : first + out.shape[0], first_column : first_column + out.shape[1]])
+
     def is_fp8(self, module: str) -> bool:
         """Whether the dense layer called `module` is stored in FP8."""
         return self.quantization.is_fp8(module) and not self._is_plain(module)

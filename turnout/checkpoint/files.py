@@ -254,7 +254,39 @@ class TensorFiles:
                 offset += temporary.nbytes
         self.set_aside([name])
 
-    def _read_bytes(self, name: str, offset: int, out: Tensor) -> None:
+    def read_staged(
+        self, name: str, out: Tensor, staging: Tensor, *, first: int = 0, first_column: int = 0
+    ) -> None:
+        """Fill `out` [n, k], on any device, with rows from `first` and columns from `first_column` on.
+
+        Rows come through `staging`, uint8 on the CPU, as many at a time as it holds. Where `out` is on a GPU,
+        one that has as many columns as are stored and their dtype is filled from there in one copy each; of
+        fewer columns, whole rows are copied to the GPU first.
+        """
+        meta = self.meta(name)
+        rows, columns = meta.shape
+        if first + out.shape[0] > rows or first_column + out.shape[1] > columns:
+            raise ValueError(
+                f"{name}: reading {list(out.shape)} from {first}, {first_column} on: {meta.shape}"
+            )
+        width, kept = columns * meta.dtype.itemsize, slice(first_column, first_column + out.shape[1])
+        if staging.nbytes < width:
+            staging = torch.empty(width, dtype=torch.uint8)
+        step = staging.nbytes // max(1, width)
+        for start in range(0, len(out), step):
+            part = out[start : start + step]
+            staged = staging[: len(part) * width].view(meta.dtype).view(len(part), columns)
+            place = start * width, len(out) * width
+            self._read_bytes(name, meta.offset + first * width + place[0], staged, *place)
+            if staged.dtype != out.dtype:
+                staged = staged.to(out.dtype)
+            part.copy_(staged if out.shape[1] == columns else staged.to(out.device)[:, kept])
+        self.set_aside([name])
+
+    def _read_bytes(
+        self, name: str, offset: int, out: Tensor, before: int = 0, total: int | None = None
+    ) -> None:
+        """before, total: bytes that were read for the same `out` of a caller, and all of these."""
         path = self._metas[name].file
         view = memoryview(bytearray()) if not out.numel() else out.reshape(-1).view(torch.uint8).numpy().data
 
@@ -263,9 +295,12 @@ class TensorFiles:
                 part = view[start : start + _CHECKED_BYTES]
                 done = _fill(file, part, offset + start)
                 if done < len(part):
-                    found = start + done
                     raise CheckpointError(
-                        "is truncated", file=path, tensor=name, expected=f"{len(view)} bytes", found=found
+                        "is truncated",
+                        file=path,
+                        tensor=name,
+                        expected=f"{len(view) if total is None else total} bytes",
+                        found=before + start + done,
                     )
                 self._require_finite(name, offset + start, part)
 

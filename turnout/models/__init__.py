@@ -105,7 +105,10 @@ def load_model(
     checkpoint.rename(spec.renames)
     weights = Weights(checkpoint, device=torch.device(device), dtype=dtype, multiply=multiply)
     keep = shared.keep if shared else prepare_anew
-    model = DecoderReader(spec, weights, plan, groups, make_runner, keep).read(progress or _silent)
+    try:
+        model = DecoderReader(spec, weights, plan, groups, make_runner, keep).read(progress or _silent)
+    finally:
+        weights.close()
     if shared is None or not shared.found:  # else whoever prepared them has read everything
         _skip(checkpoint, spec)
         _refuse_unread(checkpoint, spec)

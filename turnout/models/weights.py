@@ -12,6 +12,7 @@ from turnout.checkpoint import Checkpoint
 from turnout.models.blocks import GatedMLP
 from turnout.models.dense import Dense, Fp8Weight, Linear, keeps_fp8, linear
 from turnout.models.shares import Share, whole
+from turnout.models.staging import Staging
 from turnout.parallel.groups import Group
 
 
@@ -19,7 +20,8 @@ class Weights:
     """Reads tensors of one checkpoint, one at a time, so that no more than one is in flight; for CUDA, the
     experts of two layers.
 
-    read_ahead: a thread that reads what is needed next, for devices that prepare weights themselves.
+    read_ahead: a thread that reads what is needed next, for devices that prepare weights themselves. staging:
+    memory that matrices pass on their way to such a device.
 
     What is not in a rank's share is not kept; rows that are not are not even read, unless quantised.
     """
@@ -36,10 +38,17 @@ class Weights:
         self.checkpoint, self.device, self.dtype, self.multiply = checkpoint, device, dtype, multiply
         self._keeps_fp8 = keeps_fp8(device, dtype)
         self.read_ahead: ThreadPoolExecutor | None = None
+        self.staging: Staging | None = None
         if device.type == "cuda":
             checkpoint.pin()
+            self.staging = Staging()
             current = torch.cuda.current_device()  # of each thread
             self.read_ahead = ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(current,))
+
+    def close(self) -> None:
+        """All is read."""
+        if self.staging is not None:
+            self.staging.close()
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self.checkpoint.tensor(name, shape, self.dtype).to(self.device)
@@ -52,7 +61,11 @@ class Weights:
 
     def linear(self, prefix: str, rows: Share, columns: Share, *, dtype: torch.dtype | None = None) -> Tensor:
         """`prefix.weight` [rows, columns], decoded if the checkpoint quantised it. dtype: not the model's."""
-        return self._read(prefix, rows, columns, dtype or self.dtype).contiguous().to(self.device)
+        if self.staging is None:
+            return self._read(prefix, rows, columns, dtype or self.dtype).contiguous().to(self.device)
+        out = torch.empty(rows.size, columns.size, dtype=dtype or self.dtype, device=self.device)
+        self._read_staged(prefix, rows, columns, out, self.staging)
+        return out
 
     def dense(self, rows: Mapping[str, Share], columns: Share) -> Dense:
         """As `fused`, but in FP8 where that is what all of them are stored in and the device decodes."""
@@ -63,7 +76,10 @@ class Weights:
         sizes = [share.size for share in rows.values()]
         out = torch.empty(sum(sizes), columns.size, dtype=self.dtype, device=self.device)
         for part, (prefix, share) in zip(out.split(sizes), rows.items(), strict=True):
-            part.copy_(self._read(prefix, share, columns, self.dtype))
+            if self.staging is None:
+                part.copy_(self._read(prefix, share, columns, self.dtype))
+            else:
+                self._read_staged(prefix, share, columns, part, self.staging)
         return out
 
     def fused_bias(self, rows: Mapping[str, Share]) -> Tensor:
@@ -102,6 +118,16 @@ class Weights:
                 return None
             parts.append(part.to(self.device))
         return Fp8Weight.stacked(parts)
+
+    def _read_staged(self, prefix: str, rows: Share, columns: Share, out: Tensor, staging: Staging) -> None:
+        self.checkpoint.linear_into(
+            prefix,
+            (rows.total, columns.total),
+            out,
+            staging.memory,
+            first=rows.start,
+            first_column=columns.start,
+        )
 
     def _read(self, prefix: str, rows: Share, columns: Share, dtype: torch.dtype) -> Tensor:
         shape = rows.total, columns.total
