@@ -373,9 +373,10 @@ def test_integers_have_no_nan(tmp_path):
     assert all(torch.equal(files.read(name), tensor) for name, tensor in tensors.items())
 
 
-@pytest.fixture(params=[0, 2048], ids=["of one", "of several"])
+@pytest.fixture(params=[0, 2048], ids=["each", "stack"])
 def shared_by_threads(request, monkeypatch):
-    """Four threads, however small the tensors and the machine, with pieces of one tensor or of several."""
+    """Four threads, however small the tensors and the machine, that share each tensor or a stack of them."""
+    monkeypatch.setattr("turnout.checkpoint.files._THREADS", 16)
     monkeypatch.setattr("turnout.checkpoint.files._SHARED_BYTES", request.param)
     monkeypatch.setattr("turnout.checkpoint.files._PIECE_BYTES", 64)
     monkeypatch.setattr("turnout.checkpoint.files._CHECKED_BYTES", 16)

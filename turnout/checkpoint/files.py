@@ -133,7 +133,7 @@ class TensorFiles:
 
         holds: whether `check` would take these elements, of whichever tensors. Tensors of the dtype of
         `out`, contiguous on the CPU, are read and checked many at a time; where that fails, once more and
-        one by one, for the error to name the first.
+        one by one, for the error to name the first. Threads share the tensors, or each of a few large ones.
         """
 
         def one_by_one(run: slice) -> None:
@@ -144,7 +144,8 @@ class TensorFiles:
 
         each = out[0].nbytes
         plain = out.device.type == "cpu" and out.is_contiguous()
-        if not plain or not 0 < each < _SHARED_BYTES or (check is not None and holds is None):
+        large = each >= _SHARED_BYTES and len(names) < 4 * _THREADS
+        if not plain or not each or large or (check is not None and holds is None):
             one_by_one(slice(None))
             return
         step = max(1, _PIECE_BYTES // each)
