@@ -126,7 +126,7 @@ def test_it_compiles_for_hopper_and_spills_nothing(
         "SINKS": one, "PDL": True,
     }  # fmt: skip
     types = {"q_ptr": "*bf16", "cache_ptr": "*bf16", "table_ptr": "*i64", "ends_ptr": "*i64"}
-    types["partial_ptr"] = "*bf16" if one else "*fp32"
+    types |= {"out_ptr": "*bf16", "partial_ptr": "*bf16" if one else "*fp32"}
     done = compiled(attend_span, constants, warps=4, multiples=("head_stride",), **types)
     _, used = machine_code(done, tmp_path)
     assert "STACK:0 " in used

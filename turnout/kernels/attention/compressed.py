@@ -315,6 +315,6 @@ def attend(
 def _join(partial: Tensor, lse: Tensor, sinks_H: Tensor, out_NHD: Tensor, tiles: Tiles, early: bool) -> None:
     N, H, D = out_NHD.shape
     join_spans[(N * H, tiles.parts)](
-        partial, lse, sinks_H, out_NHD, H, D, max(16, triton.next_power_of_2(D)) // tiles.parts, lse.shape[2],
-        True, early, num_warps=max(1, 8 // tiles.parts), launch_pdl=early,
+        partial, lse, sinks_H, lse, out_NHD, H, D, max(16, triton.next_power_of_2(D)) // tiles.parts,
+        lse.shape[2], True, 0, 0, early, num_warps=max(1, 8 // tiles.parts), launch_pdl=early,
     )  # fmt: skip

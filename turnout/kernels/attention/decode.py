@@ -29,22 +29,44 @@ ROWS = 256  # of one launch: bounds the spans' partial results
 JOINED = 4096  # values that a program joins: few requests are cut into many spans, and have few programs
 
 
+@triton.jit
+def spans_of(end, SPLITS, TOKENS: tl.constexpr, WINDOW: tl.constexpr):
+    """Of a context of `end` tokens its first, how many a span has, and how many spans have any."""
+    low = tl.maximum(end - WINDOW, 0) if WINDOW else 0
+    span = tl.cdiv(tl.cdiv(end - low, SPLITS), TOKENS) * TOKENS
+    return low, span, tl.cdiv(end - low, tl.maximum(span, 1))
+
+
+@triton.jit
+def _load_tile(base, d, known, D: tl.constexpr):
+    """Keys and values [TOKENS, DP] at `base` [TOKENS], both on their way before either is used."""
+    held = known[:, None] & (d[None, :] < D)
+    k = tl.load(base[:, None] + d[None, :], mask=held, other=0.0)
+    return k, tl.load(base[:, None] + D + d[None, :], mask=held, other=0.0)
+
+
+@triton.jit
+def _scores(q, k, known, scale):
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    return tl.where(known[None, :], scores, float("-inf"))
+
+
 @triton.jit(do_not_specialize=["P", "SPLITS"])
 def attend_span(
-    q_ptr, cache_ptr, table_ptr, ends_ptr, sinks_ptr, partial_ptr, lse_ptr,
+    q_ptr, cache_ptr, table_ptr, ends_ptr, sinks_ptr, out_ptr, partial_ptr, lse_ptr,
     scale, head_stride, P, Hkv, SPLITS,
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     PAGE: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr, ONE: tl.constexpr,
     SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """partial float32 [B, Hq, N, D] and lse float32 [B, Hq, N] (base 2) of one span and KV head.
-
-    ONE: there is one span, whose result, with the share of sinks float32 [Hq] if SINKS, is all: partial is
-    the result [B, Hq, D], and there is no lse.
+    """partial float32 [B, Hq, N, D] and lse float32 [B, Hq, N] (base 2) of one span and KV head; of a context
+    that is one span out [B, Hq, D], with the share of sinks float32 [Hq] if SINKS. Spans without tokens give
+    nothing, unless all are: then out is 0. ONE: there is one span of each.
 
     q [B, Hq, D]; cache [Hkv, S, 2, D], keys before values; table [B, P] pages; ends [B] context lengths,
-    0 for rows that are padding. `scale` includes log2(e). An empty span has lse -inf. WINDOW: of so many last
-    tokens of a context; 0: of all.
+    0 for rows that are padding. Ends and the first pages are read before the kernel in front has ended: they
+    are older than that (`rows.rotate_heads` lets this begin when all before it has). `scale` includes
+    log2(e). WINDOW: of so many last tokens of a context; 0: of all.
     """
     b = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1).to(tl.int64)
@@ -53,15 +75,16 @@ def attend_span(
     d = tl.arange(0, DP)
     rows = b * Hkv * G + h * G + g
     held = (g[:, None] < G) & (d[None, :] < D)
+    end = tl.load(ends_ptr + b)
+    low, span, used = spans_of(end, SPLITS, TOKENS, WINDOW)
+    start = low + split * span
+    stop = tl.minimum(start + span, end)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
+    if split >= tl.maximum(used, 1):
+        return
     q = tl.load(q_ptr + rows[:, None] * D + d[None, :], mask=held, other=0.0)
-    end = tl.load(ends_ptr + b)
-    low = tl.maximum(end - WINDOW, 0) if WINDOW else 0
-    span = tl.cdiv(tl.cdiv(end - low, SPLITS), TOKENS) * TOKENS
-    start = low + split * span
-    stop = tl.minimum(start + span, end)
     best = tl.full([GP], float("-inf"), tl.float32)
     total = tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, DP], tl.float32)
@@ -69,49 +92,56 @@ def attend_span(
         place = at + tl.arange(0, TOKENS)
         known = place < stop
         page = tl.load(table_ptr + b * P + place // PAGE, mask=known, other=0)
-        slot = page.to(tl.int64) * PAGE + place % PAGE
-        base = cache_ptr + h * head_stride + slot * (2 * D)
-        held_kv = known[:, None] & (d[None, :] < D)
-        k = tl.load(base[:, None] + d[None, :], mask=held_kv, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where(known[None, :], scores, float("-inf"))
+        base = cache_ptr + h * head_stride + (page.to(tl.int64) * PAGE + place % PAGE) * (2 * D)
+        k, v = _load_tile(base, d, known, D)
+        scores = _scores(q, k, known, scale)
         higher = tl.maximum(best, tl.max(scores, 1))
         shrink = tl.exp2(best - higher)
         p = tl.exp2(scores - higher[:, None])
-        v = tl.load(base[:, None] + D + d[None, :], mask=held_kv, other=0.0)
         acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         total = total * shrink + tl.sum(p, 1)
         best = higher
-    if ONE and SINKS:
-        sink = tl.load(sinks_ptr + h * G + g, mask=g < G, other=0.0) * 1.4426950408889634  # log2(e)
-        total += tl.where(total > 0, tl.exp2(sink - best), 0.0)
-    mean = acc / tl.where(total > 0, total, 1.0)[:, None]
-    to = rows * SPLITS + split
-    if not ONE:
-        lse = tl.where(total > 0, best + tl.log2(total), float("-inf"))
-        tl.store(lse_ptr + to, lse, mask=g < G)
-    tl.store(partial_ptr + to[:, None] * D + d[None, :], mean.to(partial_ptr.dtype.element_ty), mask=held)
+    if ONE or used <= 1:
+        if SINKS:
+            sink = tl.load(sinks_ptr + h * G + g, mask=g < G, other=0.0) * 1.4426950408889634  # log2(e)
+            total += tl.where(total > 0, tl.exp2(sink - best), 0.0)
+        mean = acc / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(out_ptr + rows[:, None] * D + d[None, :], mean.to(out_ptr.dtype.element_ty), mask=held)
+    else:
+        to = rows * SPLITS + split
+        tl.store(lse_ptr + to, best + tl.log2(total), mask=g < G)
+        tl.store(partial_ptr + to[:, None] * D + d[None, :], acc / total[:, None], mask=held)
 
 
 @triton.jit
 def join_spans(
-    partial_ptr, lse_ptr, sinks_ptr, out_ptr, Hq,
-    D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+    partial_ptr, lse_ptr, sinks_ptr, ends_ptr, out_ptr, Hq,
+    D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr, TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [rows, D]: the spans' results weighted by their share of the softmax; 0 where all are empty.
 
     A program joins DP columns of a row, whose number is the grid's second axis.
-    SINKS: sinks float32 [Hq] have a share too, of nothing.
+    SINKS: sinks float32 [Hq] have a share too, of nothing. TOKENS, WINDOW: of `attend_span`, which leaves out
+    empty spans and has joined single ones; 0: all have a result.
     """
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, SPLITS)
     d = tl.arange(0, DP)
     if DP < D:
         d += tl.program_id(1) * DP
+    used = SPLITS
+    if TOKENS:
+        _, _, used = spans_of(tl.load(ends_ptr + row // Hq), SPLITS, TOKENS, WINDOW)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    lse = tl.load(lse_ptr + row * SPLITS + n)
+    if TOKENS:
+        if used <= 1:
+            return
+    lse = tl.load(lse_ptr + row * SPLITS + n, mask=n < used, other=float("-inf"))
+    held = (n[:, None] < used) & (d[None, :] < D)
+    spans = tl.load(partial_ptr + (row * SPLITS + n)[:, None] * D + d[None, :], mask=held, other=0.0)
     best = tl.max(lse, 0)
     if SINKS:
         sink = tl.load(sinks_ptr + row % Hq) * 1.4426950408889634  # log2(e)
@@ -120,8 +150,6 @@ def join_spans(
     total = tl.sum(weight, 0)
     if SINKS:
         total += tl.exp2(sink - best)
-    held = (n[:, None] < SPLITS) & (d[None, :] < D)
-    spans = tl.load(partial_ptr + (row * SPLITS + n)[:, None] * D + d[None, :], mask=held, other=0.0)
     out = tl.sum(spans * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
     tl.store(out_ptr + row * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
 
@@ -203,15 +231,15 @@ def attend(
         partial = torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q_BHD.device)
         lse = torch.empty(B, Hq, splits, dtype=torch.float32, device=q_BHD.device)
     attend_span[(B, Hkv, splits)](
-        q_BHD, cache_HS2D, table_BP, ends_B, sinks, partial, lse,
+        q_BHD, cache_HS2D, table_BP, ends_B, sinks, out_BHD, partial, lse,
         scale * math.log2(math.e), cache_HS2D.stride(0), table_BP.shape[1], Hkv, splits,
         G, max(16, triton.next_power_of_2(G)), D, DP, page_size, cut.block, window, splits == 1,
-        sinks_H is not None and splits == 1, early, launch_pdl=early,
+        sinks_H is not None, early, launch_pdl=early,
     )  # fmt: skip
     if splits > 1:
         columns = min(DP, max(16, JOINED // splits))  # by nothing of the batch, for --deterministic
         join_spans[(B * Hq, triton.cdiv(D, columns))](
-            partial, lse, sinks, out_BHD, Hq, D, columns, splits, sinks_H is not None, early,
-            launch_pdl=early,
+            partial, lse, sinks, ends_B, out_BHD, Hq, D, columns, splits, sinks_H is not None, cut.block,
+            window, early, launch_pdl=early,
         )  # fmt: skip
     return out_BHD

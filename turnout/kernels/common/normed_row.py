@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.common.dependent import launches_early
 from turnout.kernels.common.fp8_weights import scaled
-from turnout.kernels.common.split_gemm import OUTPUTS, pieces
+from turnout.kernels.common.split_gemm import OUTPUTS, ROW_OUTPUTS, ROW_WARPS, pieces, whole_rows
 
 
 @triton.jit
@@ -63,6 +63,35 @@ def multiply_normed_row(
     tl.store(y_ptr + part * M + m, y, mask=m < M)
 
 
+@triton.jit
+def multiply_whole_row(
+    x_ptr, delta_ptr, gain_ptr, w_ptr, sum_ptr, normed_ptr, y_ptr, eps, w_stride,
+    PARTS: tl.constexpr, H: tl.constexpr, OUTPUTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y float32 [M] = normed @ w.T: as `multiply_normed_row`, a program having OUTPUTS whole rows of w."""
+    tile = tl.program_id(0)
+    m = tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    c = tl.arange(0, H)
+    kind: tl.constexpr = x_ptr.dtype.element_ty
+    w = tl.load(w_ptr + m[:, None] * w_stride + c[None, :])
+    gain = tl.load(gain_ptr + c).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    x = tl.load(x_ptr + c).to(tl.float32)
+    for i in tl.static_range(PARTS):
+        x += tl.load(delta_ptr + i * H + c).to(tl.float32)
+    rounded = x.to(kind)
+    x = rounded.to(tl.float32)
+    normed = (x * tl.rsqrt(tl.sum(x * x, 0) / H + eps) * gain).to(kind)
+    y = tl.sum(w.to(tl.float32) * normed.to(tl.float32)[None, :], 1)
+    tl.store(y_ptr + m, y)
+    if tile == 0:
+        if PARTS > 0:
+            tl.store(sum_ptr + c, rounded)
+        tl.store(normed_ptr + c, normed)
+
+
 def normed_parts(
     x_1H: Tensor,
     delta: Tensor | None,
@@ -85,9 +114,17 @@ def normed_parts(
     x_1H = x_1H.contiguous()
     total_1H = x_1H if delta is None else torch.empty_like(x_1H)
     normed_1H = torch.empty_like(x_1H)
-    y_P1M = torch.empty(H // width, 1, M, dtype=torch.float32, device=x_1H.device)
     count = 0 if delta is None else len(delta) if delta.dim() == 3 else 1
     early = launches_early(x_1H.device)
+    if not group and whole_rows(M, H):
+        y_11M = torch.empty(1, 1, M, dtype=torch.float32, device=x_1H.device)
+        multiply_whole_row[(M // ROW_OUTPUTS,)](
+            x_1H, x_1H if delta is None else delta.contiguous(), gain_H, weight_MH, total_1H, normed_1H,
+            y_11M, eps, weight_MH.stride(0), count, H, ROW_OUTPUTS, early, num_warps=ROW_WARPS,
+            launch_pdl=early,
+        )  # fmt: skip
+        return total_1H, normed_1H, y_11M
+    y_P1M = torch.empty(H // width, 1, M, dtype=torch.float32, device=x_1H.device)
     multiply_normed_row[(-(-M // OUTPUTS), len(y_P1M))](
         x_1H, x_1H if delta is None else delta.contiguous(), gain_H, weight_MH,
         weight_MH if scale_GM is None else scale_GM, total_1H, normed_1H, y_P1M,

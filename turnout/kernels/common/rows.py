@@ -73,11 +73,20 @@ def rotate_heads(
     d = tl.arange(0, DP)
     turned = g < HQ + HK
     held = (d < D)[None, :] & (g < HQ + (2 * HK if STORE else HK))[:, None]
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    head = heads_ptr + row * row_stride + g[:, None] * D
     across = ((d + D // 2) % D)[None, :]
+    if NORM:
+        weight = weight_ptr + g[:, None] * D
+        gain = tl.load(weight + d[None, :], mask=held & turned[:, None], other=0.0).to(tl.float32)
+        gain_across = tl.load(weight + across, mask=held & turned[:, None], other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()  # not before: attention (decode.py) reads what is older than heads at once
+    # All that is read is asked for before anything waits for a part of it.
+    cos = tl.load(cos_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+    if STORE:
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+    head = heads_ptr + row * row_stride + g[:, None] * D
     x = tl.load(head + d[None, :], mask=held, other=0.0).to(tl.float32)
     y = tl.load(head + across, mask=held, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
@@ -85,20 +94,15 @@ def rotate_heads(
         y += tl.load(head + part * part_stride + across, mask=held, other=0.0).to(tl.float32)
     z = x
     if NORM:
-        weight = weight_ptr + g[:, None] * D
-        normed = held & turned[:, None]
         scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-        z = x * (scale * tl.load(weight + d[None, :], mask=normed, other=0.0).to(tl.float32))
-        y *= scale * tl.load(weight + across, mask=normed, other=0.0).to(tl.float32)
-    cos = tl.load(cos_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-    sin = tl.load(sin_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+        z = x * (scale * gain)
+        y *= scale * gain_across
     out = tl.where(turned[:, None], z * cos + y * sin, x).to(q_ptr.dtype.element_ty)
     tl.store(q_ptr + (row * HQ + g)[:, None] * D + d[None, :], out, mask=held & (g < HQ)[:, None])
     keys = held & (g >= HQ)[:, None]
     if STORE:
         kind = (g - HQ) // HK
         h = ((g - HQ) % HK).to(tl.int64)
-        slot = tl.load(slots_ptr + row).to(tl.int64)
         to = h * head_stride + (2 * slot + kind) * D
         tl.store(cache_ptr + to[:, None] + d[None, :], out, mask=keys)
     else:
