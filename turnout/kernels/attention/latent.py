@@ -178,7 +178,7 @@ def attend(
             continue
         width = triton.next_power_of_2(latent_dim) // tiles.parts
         join_spans[(len(q) * H, tiles.parts)](
-            partial, lse, lse, out, H, latent_dim, width, splits, False, early,
+            partial, lse, lse, lse, out, H, latent_dim, width, splits, False, 0, 0, early,
             num_warps=max(1, tiles.joining // tiles.parts), launch_pdl=early,
         )  # fmt: skip
     return out_BHL
