@@ -360,7 +360,8 @@ def draws_by_top_p(size: int) -> None:
 def normed_products(size: int) -> None:
     """Of a step of one token."""
     for delta in (None, b16(size, H), b16(4, size, H)):
-        normed_row.normed_parts(b16(size, H), delta, GAIN, 1e-6, b16(2 * H, H))
+        for outputs in (E, 2 * H):  # of whole rows of weights, and of pieces
+            normed_row.normed_parts(b16(size, H), delta, GAIN, 1e-6, b16(outputs, H))
     for x, token in ((b16(size, 1024), b16(size, 1)), (torch.empty(4, size, 1024), torch.empty(4, size, 1))):
         gated_row.gated_parts(x[..., :1, :], token[..., :1, :], b16(H, 512), b16(1, H))
 
