@@ -14,9 +14,10 @@ import triton
 from tests.kernels import interpreter
 from turnout.kernels.common import rows
 from turnout.kernels.common.gated_row import multiply_gated_row
-from turnout.kernels.common.normed_row import multiply_normed_row
+from turnout.kernels.common.normed_row import multiply_normed_row, multiply_whole_row
 from turnout.kernels.common.route import choose, choose_of_token, choose_sigmoid
 from turnout.kernels.common.rows import angles, gate, gated, norm, rotate
+from turnout.kernels.common.split_gemm import multiply_row
 from turnout.kernels.common.split_gemm import parts as parts_of
 from turnout.moe.routing import route, weigh
 from turnout.moe.spec import Routing
@@ -224,6 +225,23 @@ def normed_product(size: int, outputs: int, parts: int, *, width: int) -> bool:
     return good and (near(total, summed) if parts else bool(total.isnan().all()))
 
 
+def whole_row(size: int, outputs: int, parts: int) -> bool:
+    """Of programs that have whole rows of weights: with a norm before it, and with a bias."""
+    x, delta, gain = torch.randn(1, size), torch.randn(parts, 1, size), torch.randn(size)
+    w, bias = torch.randn(outputs, size), torch.randn(outputs)
+    total, normed = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
+    y = torch.full((1, 1, outputs), torch.nan)
+    multiply_whole_row[(outputs // 8,)](
+        x, delta, gain, w, total, normed, y, 1e-6, size, parts, size, 8, False
+    )  # fmt: skip
+    summed = x + delta.sum(0)
+    wanted = F.rms_norm(summed, (size,), gain, 1e-6)
+    good = near(normed, wanted) and torch.allclose(y.sum(0), wanted @ w.T, atol=1e-3)
+    multiply_row[(outputs // 8,)](x, w, bias, y, size, 8, size, True, False)
+    good &= torch.allclose(y[0], F.linear(x, w, bias), atol=1e-3)
+    return good and (near(total, summed) if parts else bool(total.isnan().all()))
+
+
 def gates(rows: int, size: int) -> bool:
     """With a number of each row apart, and as a column of what is gated, in parts and not."""
     x, token = torch.randn(rows, 2 * size + 4), torch.randn(rows, 1)
@@ -256,6 +274,7 @@ results["gate"] = gates(3, 24) and gates(1, 1030)
 results["gated-product"] = all(
     gated_product(*sizes, width=width) for sizes, width in (((512, 70, 8), 256), ((128, 64, 1), 128))
 )
+results["whole-row"] = whole_row(256, 16, 3) and whole_row(512, 128, 1) and whole_row(1024, 8, 0)
 results["normed-product"] = all(
     normed_product(*sizes, width=width)
     for sizes, width in (((512, 70, 1), 256), ((384, 128, 5), 128), ((256, 9, 0), 256))

@@ -25,6 +25,7 @@ CASES = [
     "gate",
     "gated-product",
     "normed-product",
+    "whole-row",
     "rotate",
     "rotate-only",
     "angles",
