@@ -331,6 +331,11 @@ class ServerConfig(Config):
         if self.api_key is not None:
             _check_key(self.api_key)
 
+    @property
+    def has_remote_ranks(self) -> bool:
+        """Whether there are ranks that this process does not start."""
+        return self.nnodes > 1 or self.distributed_executor_backend != "mp"
+
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"api_key": "***" if self.api_key else ""}
 

@@ -11,27 +11,39 @@ import logging
 import sys
 from concurrent.futures import Future
 
-from msgspec import structs
-
 from turnout.checkpoint.headers import open_folder
 from turnout.checkpoint.locate import locate, require_model
 from turnout.config import ServerConfig
-from turnout.engine.ranks.local_launcher import require_loopback
+from turnout.engine.fork_server import ForkServer
+from turnout.engine.ranks.local_launcher import rank_environment, require_loopback
 from turnout.errors import UserError
 from turnout.malloc import map_large_blocks
-from turnout.server.run import Supervisor, allow_many_connections, bind, check_hosts, dialled_in
-from turnout.server.supervise.ledger import EngineFailed
-from turnout.server.supervise.rank_agent import hello, serve_heads, until_signalled
+from turnout.server.open_files import allow_many_connections
 from turnout.server.supervise.secret import read_secret
 
 
 def serve(config: ServerConfig) -> int:
     """Serve until told to stop; the exit code. Raises UserError for what the user can fix."""
     _log(config.log_level)
-    folder = locate(config.model)
-    require_model(folder)
-    if not dialled_in(config):  # else weights may lie on other hosts only
-        open_folder(folder)
+    require_model(locate(config.model))
+    allow_many_connections(config.tp_size)
+    fork_server = ForkServer()
+    try:
+        if not config.has_remote_ranks:
+            if config.tp_size > 1:
+                require_loopback()
+            fork_server.prepare(rank_environment())  # imports, which takes seconds, while this process does
+        return _serve(config, fork_server)
+    finally:
+        fork_server.close()
+
+
+def _serve(config: ServerConfig, fork_server: ForkServer) -> int:
+    """fork_server: of the ranks here."""
+    from turnout.server.run import check_hosts
+
+    if not config.has_remote_ranks:  # else weights may lie on other hosts only
+        open_folder(locate(config.model))
     if config.tp_size > 1:  # the head has to know which ranks share requests
         from turnout.engine.engine_plan import read_model
         from turnout.engine.parallel_config import with_default_layout
@@ -44,23 +56,26 @@ def serve(config: ServerConfig) -> int:
         from turnout.server.supervise.ray_ranks import RayRanks
 
         with RayRanks(config) as placed:
-            return _serve_http(placed.config, placed.secret, placed.failure)
-    return _serve_http(config, read_secret(config.secret_file) if dialled_in(config) else b"", None)
+            return _serve_http(placed.config, placed.secret, placed.failure, fork_server)
+    secret = read_secret(config.secret_file) if config.has_remote_ranks else b""
+    return _serve_http(config, secret, None, fork_server)
 
 
-def _serve_http(config: ServerConfig, secret: bytes, failure: Future[None] | None) -> int:
-    """failure: see `Supervisor`."""
-    if config.tp_size > 1 and not dialled_in(config):
-        require_loopback()
+def _serve_http(
+    config: ServerConfig, secret: bytes, failure: Future[None] | None, fork_server: ForkServer
+) -> int:
+    """As `Supervisor` takes them."""
+    from turnout.server.run import Supervisor, bind
+    from turnout.server.supervise.ledger import EngineFailed
+
     map_large_blocks()
-    allow_many_connections(config.tp_size)
     listener = bind(config.host, config.port)
     try:
-        return asyncio.run(Supervisor(config, listener, secret, failure).run())
-    except EngineFailed as failure:
-        if failure.user_error:
-            raise UserError(str(failure)) from None
-        sys.stderr.write(f"error: {failure}\n")
+        return asyncio.run(Supervisor(config, listener, secret, failure, fork_server).run())
+    except EngineFailed as failed:
+        if failed.user_error:
+            raise UserError(str(failed)) from None
+        sys.stderr.write(f"error: {failed}\n")
         return 1
     finally:
         listener.close()
@@ -71,6 +86,8 @@ def rank(head: str, secret_file: str, *, count: int, model: str, num_threads: in
 
     model: where it lies here, if not where the head says. num_threads: of each rank, 0 as the head says.
     """
+    from turnout.server.supervise.rank_agent import hello, serve_heads, until_signalled
+
     _log("info")
     secret = read_secret(secret_file)
     own = ({"model": model} if model else {}) | ({"num_threads": num_threads} if num_threads else {})
@@ -80,6 +97,10 @@ def rank(head: str, secret_file: str, *, count: int, model: str, num_threads: in
 
 def _serve_as_node(config: ServerConfig) -> int:
     """The ranks of host --node-rank, under the command line of all hosts."""
+    from msgspec import structs
+
+    from turnout.server.supervise.rank_agent import hello, serve_heads, until_signalled
+
     secret, count = read_secret(config.secret_file), config.tp_size // config.nnodes
     own = {"model": config.model, "num_threads": config.num_threads}
     first = config.node_rank * count

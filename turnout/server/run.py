@@ -22,6 +22,7 @@ import uvicorn
 
 from turnout.checkpoint.locate import locate
 from turnout.config import ServerConfig, lifeline
+from turnout.engine.fork_server import ForkServer
 from turnout.engine.ranks.local_launcher import STOP_SIGNALS, signals_held, stop_signals
 from turnout.engine.tokenizer import Tokenizer
 from turnout.errors import PlanRefused, UserError
@@ -41,7 +42,6 @@ READY = "Turnout is ready at "  # the line that launch.py waits for
 SHUTDOWN_GRACE = 5  # seconds for connections to close after the last answer
 KEEP_ALIVE = 60  # seconds; longer than clients pause between requests
 WAITING_CONNECTIONS = 2048  # that the system keeps until they are accepted
-FILES, FILES_OF_RANK = 40, 8  # open in a server without connections, and a few more
 FILES_NOTED = 30  # seconds between two lines about connections that there are no files for
 LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # an address to reach a server that listens on all
 
@@ -67,16 +67,11 @@ def check_hosts(config: ServerConfig) -> None:
         raise UserError(
             f"--node-rank {config.node_rank}: with --nnodes {config.nnodes} it is 0 to {config.nnodes - 1}"
         )
-    if dialled_in(config):
+    if config.has_remote_ranks:
         if refusals := Topology.of(config).refusals():
             raise PlanRefused("the ranks cannot be arranged as asked", refusals)
         if config.distributed_executor_backend != "ray":  # which finds an address itself
             head_address(config)
-
-
-def dialled_in(config: ServerConfig) -> bool:
-    """Whether there are ranks that this process does not start."""
-    return config.nnodes > 1 or config.distributed_executor_backend != "mp"
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -105,21 +100,6 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def allow_many_connections(ranks: int) -> None:
-    """Raise the soft limit of open files, often 1024, to the hard one: each connection takes one.
-
-    Raises UserError where that is not enough for a server of so many `ranks`.
-    """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = FILES + FILES_OF_RANK * ranks
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise UserError(
-            f"this process may open {hard} files, and a server needs {needed} and one for each connection; "
-            "raise the limit (`ulimit -n 4096`)"
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 class Supervisor:
     """Runs the HTTP server and the engine, and drains between them."""
 
@@ -129,11 +109,13 @@ class Supervisor:
         listener: socket.socket,
         secret: bytes,
         failure: Future[None] | None,
+        fork_server: ForkServer | None = None,
     ):
-        """secret: of ranks that are to dial in, if any are. failure: ends the server with its exception."""
+        """secret: of ranks that are to dial in, if any are. failure: ends the server with its exception.
+        fork_server: of the ranks here, which the engine closes."""
         self.config = config
         self.listener = listener
-        self.engine = EngineSupervisor(config, secret)
+        self.engine = EngineSupervisor(config, secret, fork_server)
         self.service = Service(config, self.engine)
         self.feed = Feed(self.service)
         self._tracer = self._observe_requests()

@@ -39,8 +39,8 @@ log = logging.getLogger("turnout.server")
 class EngineSupervisor:
     """Requests go in through `submit` while `accepting`."""
 
-    def __init__(self, config: ServerConfig, secret: bytes = b""):
-        """secret: of ranks that are to dial in, if any are."""
+    def __init__(self, config: ServerConfig, secret: bytes = b"", fork_server: ForkServer | None = None):
+        """secret: of ranks that are to dial in, if any are. fork_server: one that imports already."""
         self.config = config
         self._secret = secret
         self.ready: Ready | None = None  # what the ranks said when they were first ready
@@ -51,7 +51,7 @@ class EngineSupervisor:
         self.ledger = Ledger(config.max_request_restarts, config.random_seed)
         self._group: EngineGroup | None = None
         self._local: LocalRanks | None = None
-        self._fork_server = ForkServer()
+        self._fork_server = fork_server or ForkServer()
         self._others = RemoteRanks(config, secret)
         self._leaving = False
         self._told_to_stop = asyncio.Event()
