@@ -153,6 +153,7 @@ ORDER = {
         "engine_view",
         "metric_list",
         "metrics",
+        "open_files",
         "request_log",
         "tracing",
         "api",

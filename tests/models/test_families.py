@@ -17,6 +17,7 @@ from tests.models.families import FAMILIES, Built, build
 from tests.models.running import PlainAttention, load
 from tests.models.test_logits import BOUND, error, prompt, reference
 from turnout import LLM, SamplingParams
+from turnout.attention.kinds import AttentionSpec
 from turnout.errors import UserError
 
 IDS, OTHER = prompt(82), prompt(20, seed=1)
@@ -113,3 +114,21 @@ def test_in_the_engine(case: Case) -> None:
         chosen = scores.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
         assert error(chosen, scores.amax(1)) <= BOUND, "a token that is not the likeliest one"
         assert error(torch.tensor([entry.logprob for entry in answer.logprobs]), chosen) <= BOUND
+
+
+def test_shortened_it_has_a_layer_of_each_kind(case: Case) -> None:
+    """Attention and MLP; it computes, and is whole again afterwards."""
+    model = load(case.built.folder)
+
+    def kinds() -> list[tuple[AttentionSpec, type]]:
+        order = {id(layer): i for i, layer in enumerate(whole)}
+        return [(model.shape.attention[order[id(layer)]], type(layer.mlp)) for layer in model._layers]
+
+    whole = model._layers
+    of_whole = kinds()
+    with model.shortened():
+        assert set(kinds()) == set(of_whole)
+        assert len(model._layers) == len(set(of_whole))
+        assert len(PlainAttention(model).logits(("a", IDS))[0]) == len(IDS)
+    assert model._layers is whole
+    assert error(PlainAttention(model).logits(("a", IDS))[0], case.expected) <= BOUND

@@ -55,7 +55,7 @@ def assert_batch_invariant(layer: MoELayer, x_TH: Tensor, sizes: tuple[int, ...]
 def test_a_layer_on_a_cpu(format: str, storage: str):
     sizes = {"hidden_size": 256, "intermediate_size": 128} if format == "fp8" else {"hidden_size": 288}
     layer = layer_of(make_spec("swiglu", format, **sizes), weight_storage=storage)
-    x_TH = torch.randn(33, layer._spec.hidden_size, generator=torch.Generator().manual_seed(1))
+    x_TH = torch.randn(33, layer.spec.hidden_size, generator=torch.Generator().manual_seed(1))
     assert_batch_invariant(layer, x_TH, (3, 17, 33))
     layer._runner._batch_invariant = False
     assert not torch.equal(layer(x_TH), torch.cat([layer(row) for row in x_TH.split(1)]))

@@ -104,6 +104,7 @@ def build_engine(
     config, device = engine_plan.config, torch.device(engine_plan.hardware.device)
     num_threads = _use_threads(config.num_threads, engine_plan.topology.ranks_per_node, device)
     loaded: dict[str, Any] = {"num_threads": num_threads, "verify": {"extent": "off"}}
+    grammars = _make_grammars(engine_plan, model)  # reads the tokenizer while this thread waits for weights
     if model is None:
         read = verify != "off"  # what is checked has to be
         shared = None if read else _prepared(engine_plan, groups, device, weights_memory, keeper)
@@ -123,7 +124,7 @@ def build_engine(
         attention=attention,
         forward=forward,
         commit=_make_commit(engine_plan, model, forward, scheduler, step_sync, device),
-        grammars=GrammarCompiler(engine_plan.folder, model.shape.vocab_size, model.shape.eos_token_ids),
+        grammars=grammars,
         step_sync=step_sync,
         watch=watch or Unwatched(),
         drafter=_make_drafter(engine_plan, model, forward, scheduler.kv, step_sync),
@@ -209,6 +210,11 @@ def _prepared(
         version = f"{__version__} {engine_plan.compute_dtype} {engine_plan.plan.deterministic}"
         return SharedWeights(memory, f"{files} {version}", groups)
     return None
+
+
+def _make_grammars(engine_plan: EnginePlan, model: Model | None) -> GrammarCompiler:
+    shape = model.shape if model else engine_plan.description.shape
+    return GrammarCompiler(engine_plan.folder, shape.vocab_size, shape.eos_token_ids)
 
 
 def _make_commit(

@@ -180,7 +180,7 @@ def first_prompts(
     # Single tokens decode. Into how many spans attention cuts their contexts halves as their number doubles.
     most = min(rows, config.max_prefill_tokens)
     steps += [[1] * count for count in sorted({most, *(1 << i for i in range(1, most.bit_length()))} - {1})]
-    with rehearsal(engine_plan)() as rehearsed:
+    with rehearsal(engine_plan, model)() as rehearsed:
         for lengths in steps if rehearsed else ():
             _first_prompts(engine_plan, forward, model, kv, lengths, (True, False))
     for done, lengths in enumerate(steps):

@@ -18,7 +18,8 @@ Legend: N tokens of a step, S rows whose logits are wanted, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,6 +42,11 @@ Flow = tuple[Tensor, Callable[[], Delta]]
 class Layer(Protocol):
     """One layer of a decoder. x, delta: a residual [N, H], or several streams of it [N, S, H], and what is to
     be added to them."""
+
+    @property
+    def attention(self) -> Mixer: ...
+    @property
+    def mlp(self) -> MLP: ...
 
     def __call__(self, x: Tensor, delta: Delta, rotary: Rotaries, step: Step, /) -> tuple[Tensor, Delta]: ...
 
@@ -148,6 +154,18 @@ class Decoder:
             flows = layer.overlapped(flows, rotaries, steps)
         return torch.cat([self._norm.of_sum(x_NH, delta())[1] for x_NH, delta in flows])
 
+    @contextmanager
+    def shortened(self) -> Iterator[None]:
+        """See `interface.Model.shortened`."""
+        layers, kinds = self._layers, dict[Hashable, Layer]()
+        for spec, layer in zip(self.shape.attention, layers, strict=False):  # one more, of a draft layer
+            kinds.setdefault((spec, type(layer), _kind(layer.attention), _kind(layer.mlp)), layer)
+        self._layers = list(kinds.values())
+        try:
+            yield
+        finally:
+            self._layers = layers
+
     def draft(self, step: Step, hidden_NH: Tensor) -> Tensor:
         """See `interface.DraftingModel.draft`."""
         assert self._draft is not None, "the model was loaded without its draft layer"
@@ -174,3 +192,10 @@ class Decoder:
 
     def _rotary(self, positions_N: Tensor) -> Rotaries:
         return {name: rope(positions_N) for name, rope in self._ropes.items()}
+
+
+def _kind(part: Mixer | MLP) -> Hashable:
+    """The same of parts that hold the same things: their types, those of weights in particular, and what
+    experts are like."""
+    held = ((name, type(x), getattr(x, "dtype", None)) for name, x in vars(part).items())
+    return type(part), part.spec if isinstance(part, MoELayer) else None, *held

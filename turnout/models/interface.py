@@ -7,6 +7,7 @@ S rows for which logits are wanted, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -104,6 +105,11 @@ class Model(Protocol):
 
     def logits(self, hidden_SH: Tensor) -> Tensor:
         """float32 logits [S, V] for chosen rows of `forward`'s result."""
+        ...
+
+    def shortened(self) -> AbstractContextManager[None]:
+        """While it lasts, a forward computes one layer of each kind: all kernels that it has, in less time,
+        and of no meaning."""
         ...
 
     def expert_counts(self) -> list[list[int]]:

@@ -70,7 +70,7 @@ class MoELayer:
 
         The caller's `experts` may be dropped afterwards: the runner keeps what it needs.
         """
-        self._spec, self._plan = spec, plan
+        self.spec, self._plan = spec, plan
         self._shared_expert, self._groups = shared_expert, groups
         self._linear, self._router_weight = _router_product(plan, router_weight, router_bias)
         self._router_bias = router_bias
@@ -174,7 +174,7 @@ class MoELayer:
         )
         if exchanges or self._router_bias is not None or not isinstance(self._runner, RoutedExperts):
             return None
-        spec, shared = self._spec, self._shared_expert
+        spec, shared = self.spec, self._shared_expert
         weights = shared.plain if isinstance(shared, PlainExpert) else None
         if shared is not None and weights is None:
             return None
@@ -210,7 +210,7 @@ class MoELayer:
             else:
                 logits = self._linear(x_TH.to(weight_EH.dtype), weight_EH, bias_E)
         ids_TK, weights_TK = self._router(logits, real_T, self.expert_counts, token_ids_T)
-        if self._spec.routing.on_input:
+        if self.spec.routing.on_input:
             return (x_TH * weights_TK).to(x_TH.dtype), ids_TK, (ids_TK >= 0).to(weights_TK.dtype)
         return x_TH, ids_TK, weights_TK
 

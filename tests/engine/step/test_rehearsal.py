@@ -68,7 +68,7 @@ def test_steps_of_triton_and_torch_alone_are_rehearsed(
     plan = resolve(planned.write(tmp_path, fields, **flags), named(hardware))
     assert compiles_ahead(plan) is rehearsed
     if not rehearsed:
-        with rehearsal(plan)() as may:
+        with rehearsal(plan, ToyModel())() as may:
             assert not may
 
 
@@ -83,7 +83,7 @@ def test_first_prompts_of_every_size_are_rehearsed(monkeypatch: pytest.MonkeyPat
             yield True
         blocks.append(list(model.steps))
 
-    monkeypatch.setattr(warmup, "rehearsal", lambda plan: rehearsing)
+    monkeypatch.setattr(warmup, "rehearsal", lambda plan, model: rehearsing)
     monkeypatch.setattr(model, "reset_counts", lambda: blocks.append(list(model.steps)))
     warmup.first_prompts(core.engine_plan, core._forward, model, core._scheduler.kv, None)
     [rehearsed, both] = blocks

@@ -65,7 +65,7 @@ class Forward:
         self.graphs: DecodeGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
         self.graph_steps = 0  # that graphs computed
-        rehearse = rehearsal(engine_plan)
+        rehearse = rehearsal(engine_plan, model)
         if not engine_plan.why_no_prefill_graphs:
             sizes = prefill_graph_sizes(engine_plan.budget)
             first = first_prefill_sizes(sizes, waiting)

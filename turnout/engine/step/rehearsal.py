@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from turnout.engine.engine_plan import EnginePlan
+from turnout.models.interface import Model
 from turnout.moe.capabilities.declared import RUNNERS
 
 # A block in which steps may be rehearsed, if it says True.
@@ -51,10 +52,10 @@ class Zeros(TorchDispatchMode):
         return made
 
 
-def rehearsal(engine_plan: EnginePlan) -> Rehearsal:
-    """Of steps of this rank. There is none where a step is more than kernels of Triton's and torch's own:
-    with other ranks, whose kernels wait for each other and count the times, or with runners of libraries,
-    whose kernels take zeros for what they are not."""
+def rehearsal(engine_plan: EnginePlan, model: Model) -> Rehearsal:
+    """Of steps of this rank, by one layer of each kind. There is none where a step is more than kernels of
+    Triton's and torch's own: with other ranks, whose kernels wait for each other and count the times, or with
+    runners of libraries, whose kernels take zeros for what they are not."""
     if not compiles_ahead(engine_plan):
         return nothing
     threads = max(1, os.cpu_count() or 1)
@@ -63,7 +64,7 @@ def rehearsal(engine_plan: EnginePlan) -> Rehearsal:
     def rehearsing() -> Iterator[bool]:
         from turnout.kernels.common.compilation import compiling
 
-        with compiling(threads), Zeros():
+        with compiling(threads), Zeros(), model.shortened():
             yield True
 
     return rehearsing
