@@ -99,8 +99,7 @@ def build_engine(
     where memory runs out.
     """
     engine_plan = share_plan(engine_plan, groups)
-    step_sync = step_sync or StepSync()
-    startup = startup or StartupTimes()
+    step_sync, startup = step_sync or StepSync(), startup or StartupTimes()
     config, device = engine_plan.config, torch.device(engine_plan.hardware.device)
     num_threads = _use_threads(config.num_threads, engine_plan.topology.ranks_per_node, device)
     loaded: dict[str, Any] = {"num_threads": num_threads, "verify": {"extent": "off"}}
