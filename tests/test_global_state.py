@@ -26,6 +26,7 @@ LISTED = {
     ("turnout.moe.backends.nvlink.all_to_all", "_REGIONS"): "symmetric memory that ranks write to each other",
     ("turnout.parallel.symmetric", "_ALIVE"): "symmetric memory whose faults each step asks about",
     # Handles to what a process or a device has one of.
+    ("turnout.checkpoint.files", "_readers"): "threads that read",
     ("turnout.kernels.cpu.team", "_team"): "threads that stay with a step",
     ("turnout.kernels.cpu.threads", "_pool"): "threads that compute",
     ("turnout.kernels.cpu.threads", "_together"): "how many compute together, as torch has for its own",

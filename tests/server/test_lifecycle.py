@@ -153,6 +153,21 @@ def test_ctrl_c_while_the_ranks_process_starts(tiny_folder: Path):
     assert server.last_lines() == ""
 
 
+def test_a_server_that_only_imports_ends_as_drained(tiny_folder: Path):
+    """And what it has started with it."""
+    server = ServerProcess(tiny_config(tiny_folder), show=False)
+    try:
+        process = psutil.Process(server.process.pid)
+        assert eventually(lambda: len(process.children()) > 0)
+        (importing,) = process.children()
+        process.terminate()
+        assert server.process.wait(60) == 0
+        assert eventually(lambda: has_ended(importing), seconds=1)
+    finally:
+        server.process.kill()
+        server.stop()
+
+
 def test_nohup_keeps_a_server(tiny_folder: Path):
     with closing_terminals(signal.SIG_IGN), started(tiny_folder) as (server, root):
         server.process.send_signal(signal.SIGHUP)

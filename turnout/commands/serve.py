@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 import sys
 from concurrent.futures import Future
 
@@ -15,7 +17,12 @@ from turnout.checkpoint.headers import open_folder
 from turnout.checkpoint.locate import locate, require_model
 from turnout.config import ServerConfig
 from turnout.engine.fork_server import ForkServer
-from turnout.engine.ranks.local_launcher import rank_environment, require_loopback
+from turnout.engine.ranks.local_launcher import (
+    rank_environment,
+    require_loopback,
+    signals_held,
+    stop_signals,
+)
 from turnout.errors import UserError
 from turnout.malloc import map_large_blocks
 from turnout.server.open_files import allow_many_connections
@@ -32,10 +39,23 @@ def serve(config: ServerConfig) -> int:
         if not config.has_remote_ranks:
             if config.tp_size > 1:
                 require_loopback()
+            _end_when_told(fork_server)
             fork_server.prepare(rank_environment())  # imports, which takes seconds, while this process does
         return _serve(config, fork_server)
     finally:
+        with signals_held():
+            fork_server.close()
+
+
+def _end_when_told(fork_server: ForkServer) -> None:
+    """On a signal, end at once, as drained: nothing is served until `Supervisor` handles signals itself."""
+
+    def end(number: int, frame: object) -> None:  # what it raised could be lost in an import
         fork_server.close()
+        os._exit(0)
+
+    for number in stop_signals():
+        signal.signal(number, end)
 
 
 def _serve(config: ServerConfig, fork_server: ForkServer) -> int:
