@@ -259,9 +259,9 @@ def replay_ms(core: EngineCore) -> dict[str, float]:
     """Of the graph that the last step replayed, if it did, on the same tokens again and again."""
     graphs, synced = core._forward.graphs, core.synced
     size = graph_for(synced, graphs.sizes) if graphs is not None and synced is not None else None
-    if graphs is None or size is None:
+    if graphs is None or synced is None or size is None:
         return {}
-    graph, times = graphs._graphs[size].graph, []
+    graph, times = graphs.graph_of(size, synced.longest).graph, []
     for _ in range(GROUPS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()

@@ -56,7 +56,7 @@ class Counting:
             self.left.pop(id, None)
 
     def step(self) -> list[RequestOutput]:
-        self.synced = self.step_sync.sync(len(self.left), Phase.DECODE if self.left else None)
+        self.synced = self.step_sync.sync(len(self.left), Phase.DECODE if self.left else None, longest=1)
         if not self.synced.phase:
             return []
         self.may_step.wait(60)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
@@ -16,11 +17,15 @@ from tests.moe.build import ACTIVATIONS, expert_slice, make_experts, make_plan, 
 from turnout.formats.experts import ExpertWeights
 from turnout.formats.packed import PackedTensor
 from turnout.moe import MoELayer, plan
+from turnout.moe.batch import ExpertsBatch, TokensBatch
 from turnout.moe.budget import Budget
+from turnout.moe.capabilities.declared import RUNNERS
+from turnout.moe.interface import Experts
 from turnout.moe.spec import MoESpec, Routing
 from turnout.parallel import hardware
 from turnout.parallel.groups import Groups
 from turnout.parallel.topology import Topology
+from turnout.vocabulary import Phase
 
 H, I, E, K = 64, 48, 8, 2
 TOKENS = (1, 5, 40)  # both ways through the torch runner
@@ -65,6 +70,56 @@ def test_qwen3(renormalize):
     spec = spec_of(Routing(renormalize=renormalize))
     weights = stacked(theirs.experts.gate_up_proj, theirs.experts.down_proj)
     assert_same(MoELayer(spec, make_plan(spec), router_weight=theirs.gate.weight, experts=weights), theirs)
+
+
+@dataclass
+class Noting:
+    """A runner that notes whether its caller adds parts up, and then leaves two."""
+
+    own: Experts
+    noted: list[bool] = field(default_factory=list)
+
+    def prepare(self, experts: ExpertWeights) -> None:
+        self.own.prepare(experts)
+
+    def update(self, experts: ExpertWeights) -> None:
+        self.own.update(experts)
+
+    def __call__(self, batch: TokensBatch | ExpertsBatch) -> Tensor:
+        assert isinstance(batch, TokensBatch)
+        out_TH = self.own(batch)
+        self.noted.append(batch.adds_parts)
+        return torch.stack((3 * out_TH, -2 * out_TH)) if batch.adds_parts else out_TH
+
+
+@pytest.mark.parametrize(
+    ("may", "changed"),
+    [
+        (True, {}),
+        (False, {"first": 2, "count": 4}),  # others have to be added
+        (False, {"chunk": 3}),
+        (False, {"deterministic": True}),
+        (False, {"shared_expert": "whole"}),
+    ],
+    ids=["whole", "slice", "chunks", "deterministic", "shared"],
+)
+def test_parts_are_left_only_where_nothing_else_is_added(may: bool, changed: dict):
+    spec, changed = make_spec("swiglu", "bf16"), dict(changed)
+    held = {key: changed.pop(key) for key in ("first", "count") if key in changed}
+    shared = {"shared_expert": lambda x: x} if changed.pop("shared_expert", "") else {}
+    plan = make_plan(spec, **held)
+    if chunk := changed.pop("chunk", 0):
+        plan = replace(plan, **{phase: replace(plan.phase(phase), chunk=chunk) for phase in Phase})
+    plan = replace(plan, **changed)
+    experts = expert_slice(make_experts(spec), plan.first_expert, plan.num_local_experts)
+    runner = Noting(RUNNERS.load("torch")(spec, plan, torch.device("cpu")))
+    router = torch.randn(spec.num_experts, spec.hidden_size)
+    layer = MoELayer(spec, plan, router_weight=router, experts=experts, runner=runner, **shared)
+    x = torch.randn(5, spec.hidden_size)
+    wanted, found = layer(x), layer(x, adds_parts=True)
+    assert set(runner.noted[: len(runner.noted) // 2]) == {False}
+    assert set(runner.noted[len(runner.noted) // 2 :]) == {may}
+    torch.testing.assert_close(found.sum(0) if may else found, wanted)
 
 
 def test_deepseek_v3_with_its_shared_expert():

@@ -30,6 +30,7 @@ def said(rank: int, number: int) -> StepRecord:
         leaving=number % 2,
         next_prompts=(number + rank) % 3,
         step_us=7 * number + rank,
+        longest=2**20 * number + rank,
     )
 
 

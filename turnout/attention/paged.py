@@ -153,6 +153,11 @@ class PagedAttention:
         which attend to nothing. states: slots of what is kept of requests next to pages."""
         raise NotImplementedError
 
+    def spans(self, rows: int, context: int) -> int:
+        """Into how many parts kernels that decode `rows` tokens cut contexts of up to `context` tokens, each
+        for a program of its own; 1 where they do not, or cut by something else."""
+        return 1
+
     def _place(self, request: PagedSequence) -> None:
         """Bring the page table up to date with the pages of `request`."""
         held = request.kv[self.number]

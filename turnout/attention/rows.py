@@ -36,15 +36,15 @@ class StoredAttention(Attention):
         return self._paged.layer_cache(layer), self._slots_N
 
 
-def cut_of(paged: PagedAttention, rows: int) -> Cut:
+def cut_of(paged: PagedAttention, rows: int, context: int = 0) -> Cut:
     """How the kernel cuts contexts: by what these may become, not by what they are, since each cut is a
-    kernel of its own."""
+    kernel of its own. context: tokens that none has more of; 0: what a request may have."""
     from turnout.kernels.attention import decode
 
     head_dim, itemsize = paged.spec.head_dim, paged.cache.element_size()
     if paged.fixed_spans:
         return decode.Cut(paged.fixed_spans, decode.block_of(head_dim, itemsize))
-    longest = paged.table.shape[1] * paged.page_size
+    longest = context or paged.table.shape[1] * paged.page_size
     return decode.cut_of(
         rows, paged.cache.shape[1], head_dim, itemsize, longest, paged.spec.window, paged.processors
     )
@@ -57,7 +57,7 @@ class RowAttention(StoredAttention):
         """slots, table, ends: int64; an end of 0 makes a row padding, which attends to nothing."""
         super().__init__(paged, slots_N)
         self._table_NP, self._ends_N = table_NP, ends_N
-        self._cut = cut_of(paged, len(slots_N))
+        self._cut = cut_of(paged, len(slots_N), table_NP.shape[1] * paged.page_size)
 
     def attend(
         self, layer: int, q_NHD: Tensor, sinks_H: Tensor | None = None, out_NHD: Tensor | None = None

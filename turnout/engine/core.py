@@ -340,7 +340,9 @@ class EngineCore:
         decoded, self._decoded = self._decoded, None
         step_us = max(1, round(1e6 * (self._clock() - self._decoded_from))) if decoded else 0
         prompts = self._scheduler.next_prompts(chunks)
-        synced = self._synced = self._step_sync.sync(tokens, phase, prompts, step_us)
+        synced = self._synced = self._step_sync.sync(
+            tokens, phase, prompts, step_us, longest=max((chunk.end for chunk in chunks), default=0)
+        )
         if decoded and self._scheduler.switch:
             self._scheduler.switch.ran(*decoded, synced.step_us / 1e6)
         if (delayer := self._scheduler.delayer) is not None:

@@ -202,10 +202,10 @@ def _first_prompts(
 ) -> None:
     """A step of prompts of these lengths. ways: as `Forward.ways` has them, one or both. draw: also from what
     their logits allow."""
-    config, size, chunks = engine_plan.config, sum(lengths), _prompts(engine_plan, lengths)
+    config, chunks = engine_plan.config, _prompts(engine_plan, lengths)
     for chunk in chunks:
         kv.admit(chunk.request, chunk.length, spare=0)
-    synced = _alike(engine_plan, Phase.PREFILL, size)
+    synced = _alike(engine_plan, Phase.PREFILL, lengths)
     eagerly, as_graph = ways
     if eagerly:
         computed = forward.eagerly(chunks, synced)
@@ -300,7 +300,7 @@ def _seconds(
 ) -> float:
     """That a step of prompts of these lengths takes, at best of three. Collective."""
     chunks = _prompts(engine_plan, lengths)
-    synced = _alike(engine_plan, phase, sum(lengths))
+    synced = _alike(engine_plan, phase, lengths)
     for chunk in chunks:
         kv.admit(chunk.request, chunk.length, spare=0)
     seconds = min(_run(forward, chunks, synced) for _ in range(3))
@@ -318,10 +318,12 @@ def _run(forward: Forward, chunks: list[Chunk], synced: SyncedStep) -> float:
     return time.perf_counter() - began
 
 
-def _alike(engine_plan: EnginePlan, phase: Phase, tokens: int) -> SyncedStep:
-    """A step to which every rank brings as many tokens."""
-    each = (tokens,) * engine_plan.topology.dp_size
-    return SyncedStep(phase=phase, tokens=each, commands=0, pending=False, leaving=False)
+def _alike(engine_plan: EnginePlan, phase: Phase, lengths: Sequence[int]) -> SyncedStep:
+    """A step to which every rank brings prompts of these lengths."""
+    each = (sum(lengths),) * engine_plan.topology.dp_size
+    return SyncedStep(
+        phase=phase, tokens=each, longest=max(lengths), commands=0, pending=False, leaving=False
+    )
 
 
 def _room(engine_plan: EnginePlan, kv: KVCache) -> tuple[int, int]:

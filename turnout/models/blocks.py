@@ -121,6 +121,11 @@ class Norm:
         """Whether it is a kernel of float32 rows on a CPU."""
         return self._fused is not None and self._composed
 
+    @property
+    def adds_parts(self) -> bool:
+        """Whether a delta may come in parts of any 16- or 32-bit type."""
+        return self._fused is not None and not self._composed
+
     def of_sum(self, x_NH: Tensor, delta_NH: Tensor | None) -> tuple[Tensor, Tensor]:
         """(x + delta, its norm); x [N, H] itself without a delta, which may come in parts [P, N, H]."""
         if self._fused:

@@ -19,7 +19,8 @@ class MoEBlock(MoELayer, MLP):
     """A `MoELayer` that a decoder layer calls on what precedes its norm.
 
     On CPUs a compiled kernel may compute norm, router and experts in one call (`MoELayer.of_sum`). On CUDA
-    one launch may give the norm and parts of its product by the router's weight (`Norm.product`).
+    one launch may give the norm and parts of its product by the router's weight (`Norm.product`), and the
+    next norm may add up a token's pairs.
     """
 
     def of_norm(
@@ -42,4 +43,5 @@ class MoEBlock(MoELayer, MLP):
             if found is not None:
                 x_NH, normed_NH, logits = found
                 return x_NH, self(normed_NH, phase, tokens, real_N, logits)
-        return super().of_norm(norm, x_NH, delta, phase, tokens, real_N)
+        x_NH, normed_NH = norm.of_sum(x_NH, delta)
+        return x_NH, self(normed_NH, phase, tokens, real_N, adds_parts=norm.adds_parts)

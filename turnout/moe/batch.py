@@ -41,12 +41,17 @@ class Hidden:
 
 @dataclass(frozen=True, kw_only=True)
 class TokensBatch:
-    """Layout "tokens": the runner applies the top-k weights and sums over k, giving [T, H]."""
+    """Layout "tokens": the runner applies the top-k weights and sums over k, giving [T, H].
+
+    adds_parts: it may leave a sum to whoever reads the result, and give parts [P, T, H], the last dimension
+    contiguous, which hold until any layer's next call; rows of padding are then of any value.
+    """
 
     layout: ClassVar[Layout] = Layout.TOKENS
     hidden: Hidden  # [T, H]
     topk_ids: Tensor  # int32 [T, k], global expert ids, -1 is padding
     topk_weights: Tensor  # float32 [T, k]
+    adds_parts: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from turnout.formats.experts import ExpertWeights
 from turnout.kernels.common import rowwise
+from turnout.moe.batch import TokensBatch
 from turnout.moe.capabilities.declared import DISPATCHERS
 from turnout.moe.in_flight import Chunk, Fork, InFlight, StagedBatch, at_once, fork_on, in_chunks
 from turnout.moe.interface import (
@@ -76,6 +77,10 @@ class MoELayer:
         self._router_bias = router_bias
         device = router_weight.device
         self._row_expert = _of_row(shared_expert) if groups.world.size == 1 else None
+        # Whether one call of the runner gives all there is to add for a token.
+        whole = plan.num_local_experts == spec.num_experts and groups.world.size == 1
+        chunked = any(plan.phase(phase).chunk for phase in Phase)
+        self._is_whole_sum = whole and not (chunked or plan.deterministic or shared_expert is not None)
         self._fork_shared: Fork = fork_on(device, "shared") if plan.overlap_shared_expert else at_once
         self._router = Router(
             spec.routing,
@@ -99,12 +104,13 @@ class MoELayer:
         real_T: Tensor | None = None,
         logits_PTE: Tensor | None = None,
         token_ids_T: Tensor | None = None,
+        adds_parts: bool = False,
     ) -> Tensor:
         """x: [T, H] in the plan's compute dtype. tokens: how many each data-parallel rank brings; needed
         where there are several. real: bool [T], which rows are tokens, the others being padding; None: all.
         logits: float32 parts of x's product by `adds_parts_by`, where they are known; for one row the result
         may then be parts [P, T, H], for a norm that adds them up. token_ids: int64 [T], where experts are
-        chosen by them.
+        chosen by them. adds_parts: the result may be such parts of any rows (`TokensBatch`).
         """
         row_expert = self._row_expert if len(x_TH) == 1 and logits_PTE is not None else None
         shared = self._start_shared(x_TH) if row_expert is None else None
@@ -116,6 +122,8 @@ class MoELayer:
         combined = []
         for chunk in self._chunks(x_TH, ids_TK, weights_TK, phase, tokens):  # one, if buffers hold a step
             batch, state = dispatcher.dispatch(*chunk)
+            if adds_parts and self._is_whole_sum and isinstance(batch, TokensBatch):
+                batch = replace(batch, adds_parts=True)
             out = experts(batch)
             combined.append(dispatcher.combine(out, state))
         return self._finish(combined, shared, phase) if add is None else add(combined[0])

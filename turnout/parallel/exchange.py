@@ -32,6 +32,7 @@ class StepRecord(NamedTuple):
     leaving:  1 when told to shut down
     next_prompts: what the next step brings of prompts: 0 none, 1 held back, 2 some
     step_us:  microseconds that the last step took, if it only decoded and this one follows at once, else 0
+    longest:  tokens of the longest context that this rank brings tokens of, these included
     """
 
     tokens: int = 0
@@ -43,6 +44,7 @@ class StepRecord(NamedTuple):
     leaving: int = 0
     next_prompts: int = 0
     step_us: int = 0
+    longest: int = 0
 
 
 FIELDS = struct.Struct(f"<{len(StepRecord._fields)}q")

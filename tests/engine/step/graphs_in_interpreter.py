@@ -12,7 +12,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -23,9 +25,10 @@ from tests.kernels import interpreter
 from turnout.attention.backends.triton.paged import TritonAttention
 from turnout.attention.backends.triton.states import TritonStates
 from turnout.attention.kinds import DeltaNetSpec
-from turnout.engine.step import two_batch_overlap
+from turnout.engine.step import cuda_graphs, two_batch_overlap
 from turnout.engine.step.cuda_graphs import Captured, DecodeGraphs
 from turnout.engine.step.rehearsal import Zeros
+from turnout.kernels.attention import decode
 from turnout.models.interface import ModelShape
 from turnout.registry import ATTENTION_BACKENDS
 
@@ -42,17 +45,19 @@ class Again:
 
     forward: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     captured: Captured | None = None
+    times: int = 0
 
     def replay(self) -> None:
         assert self.captured is not None
+        self.times += 1
         hidden_BH, best_2B = self.forward(self.captured.rows_FB)
         self.captured.hidden_BH.copy_(hidden_BH)
         self.captured.best_2B.copy_(best_2B)
 
 
 class Replayed(DecodeGraphs):
-    def _capture(self, size: int) -> Captured:
-        graph = Again(self._forward)
+    def _capture(self, size: int, context: int) -> Captured:
+        graph = Again(partial(self._forward, context=context))
         rows_FB = self._rows(size)
         H = self._model.shape.hidden_size
         graph.captured = Captured(graph, rows_FB, torch.zeros(size, H), torch.zeros(2, size).long())
@@ -90,14 +95,19 @@ def answers(
     overlap: str = "off",
     shape: ModelShape = SHAPE,
     prefill: bool = False,
+    short: bool = False,
     **drafts: Any,
 ) -> dict[str, bool]:
-    """Requests come and go over few pages; each gets what the model says, whatever shared its steps."""
+    """Requests come and go over few pages; each gets what the model says, whatever shared its steps. short:
+    some contexts are long enough to be cut into spans."""
     draw, model = random.Random(seed), InTurns(shape=shape, drafts="speculative_num_steps" in drafts)
     core = make_core(
         model, num_pages=8, max_running_requests=4, max_context=24, overlap_schedule=overlap, **drafts
     )
     assert all(isinstance(group, TritonAttention) for group in core._attention.groups)
+    if short:
+        for group in core._attention.groups:
+            group.processors = 132
     for states in core._attention.states:
         assert isinstance(states, TritonStates)
         states.states.fill_(float("nan"))
@@ -140,11 +150,14 @@ def answers(
         "turns": (model.turns > 0) == (graphs and not drafts),
         "drafts": (0 < stats.spec_accepted_tokens < stats.spec_draft_tokens) == bool(drafts),
         "replays": (stats.graph_steps > 0) == (graphs or prefill),
+        "short": not graphs
+        or {key[1] for key, each in replayed._graphs.items() if each.graph.times} == {False, short},
     }
 
 
 RUNS: dict[str, dict[str, Any]] = {
     "graphs": {"seed": 1, "graphs": True},
+    "short contexts": {"seed": 1, "graphs": True, "short": True},
     "eager": {"seed": 2, "graphs": False, "shape": WINDOWS},
     "windows": {"seed": 4, "graphs": True, "shape": WINDOWS},
     "states": {"seed": 6, "graphs": True, "shape": STATES},
@@ -166,4 +179,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "prefill": {"seed": 5, "graphs": True, "overlap": "on", "shape": WINDOWS, "prefill": True},
     "prefill of states": {"seed": 7, "graphs": False, "shape": STATES, "prefill": True},
 }
-print(json.dumps({kind: answers(**RUNS[kind]) for kind in sys.argv[1:]}))
+# Of two tokens at a time, so that contexts of more than 8 have spans.
+with patch.object(decode, "BLOCK", 2), patch.object(cuda_graphs, "SHORT_CONTEXT", 8):
+    print(json.dumps({kind: answers(**RUNS[kind]) for kind in sys.argv[1:]}))

@@ -107,7 +107,8 @@ def test_all_ranks_replay_the_graph_that_holds_the_largest(dp_size: int):
         found = []
         for step in brought:
             phase, tokens = step[topology.dp_rank]
-            synced = step_sync.sync(tokens, phase)
+            synced = step_sync.sync(tokens, phase, longest=10 * topology.dp_rank + tokens)
+            assert synced.longest == max(10 * rank + step[rank][1] for rank in range(dp_size))
             found.append((graph_for(synced, sizes), synced.phase))
         return found
 
@@ -222,6 +223,7 @@ def test_the_table_on_the_device_follows_every_schedule(seed: int, drafts: int):
     [
         ("graphs", "eager"),
         ("ngrams", "draft layer"),
+        ("short contexts",),
         pytest.param(("overlap", "windows"), marks=pytest.mark.more),
         pytest.param(("prefill", "states"), marks=pytest.mark.more),
         pytest.param(("prefill of states",), marks=pytest.mark.more),
@@ -231,5 +233,5 @@ def test_the_table_on_the_device_follows_every_schedule(seed: int, drafts: int):
 def test_what_a_graph_would_replay_decodes_as_the_model_does(runs: tuple[str, ...]):
     """In Triton's interpreter, with padding, rows that come and go, drafts, and two batches in turns."""
     found = interpreted.printed("tests.engine.step.graphs_in_interpreter", *runs)
-    shown = dict.fromkeys(("tokens", "turns", "drafts", "replays"), True)
+    shown = dict.fromkeys(("tokens", "turns", "drafts", "replays", "short"), True)
     assert found == dict.fromkeys(runs, shown)

@@ -40,7 +40,8 @@ def norms(rows: int, size: int) -> bool:
     parts = torch.stack((delta, x, -2 * x))
     for found, of in ((alone, x), (both, x + delta), (norm(x, weight, 1e-6, parts)[1], delta)):
         good &= near(found, F.rms_norm(of, (size,), weight, 1e-6))
-    return good
+    of_rows = parts.transpose(0, 1).contiguous().transpose(0, 1)  # as experts leave a row for each pair
+    return good & all(map(torch.equal, norm(x, weight, 1e-6, of_rows), norm(x, weight, 1e-6, parts)))
 
 
 def rotates(rows: int, q: int, k: int, size: int, *, normed: bool) -> bool:

@@ -88,6 +88,7 @@ def norm(size: int) -> None:
     rows.norm(b16(size, H), GAIN, 1e-6)
     rows.norm(b16(size, H), GAIN, 1e-6, b16(size, H))
     rows.norm(b16(size, H), GAIN, 1e-6, torch.empty(4, size, H))
+    rows.norm(b16(size, H), GAIN, 1e-6, b16(size, 8, H).transpose(0, 1))
 
 
 def rotate(size: int) -> None:
@@ -126,6 +127,7 @@ def products(size: int) -> None:
     row_gemm.linear(b16(size, H), b16(768, H), None)
     split_gemm.parts(b16(size, H), b16(E, H))
     split_gemm.parts(b16(size, H), b16(4 * H, H))
+    split_gemm.parts(b16(size, 2 * H), b16(H, 2 * H))
     split_gemm.parts(b16(size, H), torch.empty(E, H))
 
 

@@ -299,7 +299,7 @@ def test_starts_that_come_to_nothing_are_given_up(tiny_folder: Path):
                     process.kill()
             time.sleep(0.01)
         assert server.process.wait(60) == 1
-        assert len(seen) == 5
+        assert len(seen) in (5, 6)  # one that still imports, before a rank is needed, is replaced
         server.stop()
         assert "error: the engine process was killed by SIGKILL" in server.last_lines()
     finally:

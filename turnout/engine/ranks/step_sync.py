@@ -26,6 +26,7 @@ class SyncedStep:
     """phase: of the busiest rank; None if no rank has work.
 
     tokens:   how many each data-parallel rank brings
+    longest:  tokens of the longest context of any rank, with what this step adds to it
     phases:   of each data-parallel rank, as `phase`
     prefill_due: whether prompts that a rank holds back (scheduler/prefill_delayer.py) run in the next step
     commands: how many of the commands received so far every rank of this data-parallel group has
@@ -36,6 +37,7 @@ class SyncedStep:
 
     phase: Phase | None
     tokens: tuple[int, ...]
+    longest: int
     commands: int
     pending: bool
     leaving: bool
@@ -77,10 +79,17 @@ class StepSync:
         return self.topology.attention_tp_rank == 0
 
     def sync(
-        self, tokens: int, phase: Phase | None, next_prompts: Prompts = Prompts.NONE, step_us: int = 0
+        self,
+        tokens: int,
+        phase: Phase | None,
+        next_prompts: Prompts = Prompts.NONE,
+        step_us: int = 0,
+        *,
+        longest: int,
     ) -> SyncedStep:
-        """This rank would bring `tokens` to a forward of `phase` (None: it has no work), and `next_prompts`
-        to the one after it; the one before took `step_us`, if that counts. Collective.
+        """This rank would bring `tokens`, of contexts of up to `longest`, to a forward of `phase` (None: it
+        has no work), and `next_prompts` to the one after it; the one before took `step_us`, if that counts.
+        Collective.
 
         Raises RuntimeError if ranks that share requests have sampled different tokens.
         """
@@ -94,6 +103,7 @@ class StepSync:
                 leaving=self.leaving,
                 next_prompts=next_prompts,
                 step_us=step_us,
+                longest=longest,
             )
         )
         self._check_digests(records)
@@ -106,6 +116,7 @@ class StepSync:
         return SyncedStep(
             phase=PHASES[max(record.phase for record in records)],
             tokens=tuple(record.tokens for record in leading),
+            longest=max(record.longest for record in records),
             phases=tuple(PHASES[record.phase] for record in leading),
             prefill_due=Prompts.DUE in prompts or (bool(prompts) and all(prompts)),
             commands=min(record.received for record in records[self._group]),

@@ -9,7 +9,9 @@ beyond a rank's own are padding: they have no context, write to a page of their 
 them.
 
 A graph goes from token ids to logits and the greedy choice. The table of pages stays on the device; each
-step brings the page that it writes to, so that the table is copied for new requests only.
+step brings the page that it writes to, so that the table is copied for new requests only. Attention of few
+requests cuts contexts into spans and joins them; while all contexts of all ranks are short, another graph of
+the same size is replayed, which does not.
 
 Graphs are captured at start-up, largest first, and share one memory pool; some sizes are left for steps in
 which no rank has anything else to do. A capture cannot outlive its communicators: `DecodeGraphs` has to be
@@ -31,6 +33,7 @@ from torch import Tensor
 from turnout.attention.caches import AttentionCaches
 from turnout.attention.paged import PagedAttention
 from turnout.attention.states import Rows
+from turnout.engine.cuda_graph_policy import SHORT_CONTEXT
 from turnout.engine.ranks.step_sync import SyncedStep
 from turnout.engine.scheduler.scheduler import Chunk
 from turnout.engine.step.rehearsal import Rehearsal, nothing
@@ -109,15 +112,16 @@ class DecodeGraphs:
         )
         self.drawn_R = self._inputs_X[:num_drawn]
         self._logits_BV = torch.zeros(self.sizes[-1], model.shape.vocab_size, device=self._device)
-        self._graphs: dict[int, Captured] = {}
+        self._graphs: dict[tuple[int, bool], Captured] = {}  # by size, and whether all contexts are short
         self._pool = pool
         with rehearse() as rehearsed:
             for size in self.sizes if rehearsed else ():
-                self._forward(self._padding(size))
+                for context in self._contexts(size):
+                    self._forward(self._padding(size), context)
         for done, size in enumerate(reversed(self.sizes)):
             if progress is not None:
                 progress("capturing graphs", done, len(self.sizes))
-            self._graphs[size] = self._capture(size)
+            self._add(size)
 
     def capture_one_more(self) -> bool:
         """Of the sizes left for later, the largest; False if there is none. Collective among the ranks of a
@@ -125,13 +129,18 @@ class DecodeGraphs:
         if not self._later:
             return False
         size = self._later.pop()
-        self._graphs[size] = self._capture(size)
+        self._add(size)
         insort(self.sizes, size)
         return True
 
-    def run(self, chunks: Sequence[Chunk], size: int) -> Computed:
-        """Replay the graph of `size` for chunks that decode, of which there may be none."""
-        captured, count = self._graphs[size], sum(chunk.length for chunk in chunks)
+    def graph_of(self, size: int, longest: int) -> Captured:
+        """longest: tokens of the longest context of any rank, so that all ranks replay the same one."""
+        return self._graphs.get((size, longest <= SHORT_CONTEXT)) or self._graphs[size, False]
+
+    def run(self, chunks: Sequence[Chunk], size: int, longest: int) -> Computed:
+        """Replay the graph of `size` for chunks that decode, of which there may be none. longest: as of
+        `graph_of`."""
+        captured, count = self.graph_of(size, longest), sum(chunk.length for chunk in chunks)
         rows = fields(chunks, self._attention, size, self._num_drawn)
         # Pinned each time: a rank without tokens comes here again before the last copy is done.
         pinned = torch.tensor(rows, pin_memory=self._device.type == "cuda")
@@ -142,6 +151,19 @@ class DecodeGraphs:
             logits_NV=self._logits_BV[:count],
             best_2N=captured.best_2B[:, :count],
         )
+
+    def _add(self, size: int) -> None:
+        """Capture the graphs of `size`."""
+        for short, context in enumerate(self._contexts(size)):
+            self._graphs[size, bool(short)] = self._capture(size, context)
+
+    def _contexts(self, size: int) -> list[int]:
+        """Of how many tokens contexts may be, in the graphs of `size`."""
+        groups = self._attention.groups
+        longest = max(group.table.shape[1] * group.page_size for group in groups)
+        short = min(longest, SHORT_CONTEXT)
+        alike = all(group.spans(size, short) == group.spans(size, longest) for group in groups)
+        return [longest] if alike else [longest, short]
 
     def _rows(self, size: int) -> Tensor:
         """int64 [F, size]: where a step of this size puts its fields; other sizes use the same memory."""
@@ -154,28 +176,29 @@ class DecodeGraphs:
         rows_FB.copy_(torch.tensor(fields([], self._attention, size, self._num_drawn)))
         return rows_FB
 
-    def _capture(self, size: int) -> Captured:
+    def _capture(self, size: int, context: int) -> Captured:
+        """Of contexts of up to `context` tokens."""
         rows_FB = self._padding(size)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM_UPS):  # compiles kernels, allocates their workspaces, connects ranks
-                self._forward(rows_FB)
+                self._forward(rows_FB, context)
         torch.cuda.current_stream().wait_stream(side)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # Other threads, such as the one that watches NCCL, may call CUDA meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            hidden_BH, best_2B = self._forward(rows_FB)
+            hidden_BH, best_2B = self._forward(rows_FB, context)
         return Captured(graph, rows_FB, hidden_BH, best_2B)
 
-    def _forward(self, rows_FB: Tensor) -> tuple[Tensor, Tensor]:
+    def _forward(self, rows_FB: Tensor, context: int) -> tuple[Tensor, Tensor]:
         size = rows_FB.shape[1]
         _, positions_B, _, rows_B, places_B = rows_FB[:FIELDS]
         if self._num_drawn:
             rows_FB = torch.cat((self._inputs_X[places_B][None], rows_FB[1:]))
         tables = [
-            contexts(group, positions_B, slots_B, rows_B)
+            contexts(group, positions_B, slots_B, rows_B, context)
             for group, slots_B in zip(self._attention.groups, rows_FB[FIELDS:], strict=True)
         ]
         whole, tokens = (rows_FB, tables), (size,) * self._dp_size
@@ -268,7 +291,10 @@ def fields(
     ]
 
 
-def contexts(attention: PagedAttention, positions_B: Tensor, slots_B: Tensor, rows_B: Tensor) -> Tensor:
-    """int64 [B, P]: the pages of rows, once the table has the ones that this step writes to."""
+def contexts(
+    attention: PagedAttention, positions_B: Tensor, slots_B: Tensor, rows_B: Tensor, longest: int
+) -> Tensor:
+    """int64 [B, P]: the pages of rows, once the table has the ones that this step writes to. longest: tokens
+    that no context has more of."""
     attention.table[rows_B, positions_B // attention.page_size] = slots_B // attention.page_size
-    return attention.table[rows_B]
+    return attention.table[:, : -(-longest // attention.page_size)][rows_B]

@@ -106,7 +106,7 @@ class Forward:
             self.graph_steps += 1
             # Laid out before requests end, and with them what their pages hold.
             step = self._whole_step(chunks, synced) if self._drafts_by_layer else None
-            return replace(self.graphs.run(chunks, size), step=step)
+            return replace(self.graphs.run(chunks, size, synced.longest), step=step)
         size = prefill_graph_for(synced, self.prefill_graphs.sizes) if self.prefill_graphs else None
         if self.prefill_graphs and size:
             self.graph_steps += 1

@@ -19,11 +19,11 @@ from turnout.kernels.common.dependent import launches_early
 
 
 @triton.jit
-def _load_logits(logits_ptr, token, e, E, part_stride, BEYOND: tl.constexpr, PARTS: tl.constexpr):
+def _load_logits(logits_ptr, token, e, T, E, BEYOND: tl.constexpr, PARTS: tl.constexpr):
     """float32 [EP]: the sum of the parts of a token's logits; BEYOND where there is no expert."""
     logits = tl.load(logits_ptr + token * E + e, mask=e < E, other=BEYOND).to(tl.float32)
     for part in tl.static_range(1, PARTS):
-        logits += tl.load(logits_ptr + part * part_stride + token * E + e, mask=e < E, other=0.0)
+        logits += tl.load(logits_ptr + (part * T + token) * E + e, mask=e < E, other=0.0)
     return logits
 
 
@@ -64,15 +64,15 @@ def _store_choice(
     tl.atomic_add(counts_ptr + ids, tl.full([KP], 1, tl.int64), mask=(j < K) & real, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["part_stride"])
+@triton.jit(do_not_specialize=["T"])
 def choose_experts(
-    logits_ptr, real_ptr, ids_ptr, weights_ptr, counts_ptr, scaling, E, part_stride,
+    logits_ptr, real_ptr, ids_ptr, weights_ptr, counts_ptr, scaling, T, E,
     PARTS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr, OF_ALL: tl.constexpr,
     RENORMALIZE: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ids int32 [T, K] and weights float32 [T, K] of logits [T, E]; counts int64 [E] += choices.
 
-    logits: the sum of PARTS that are `part_stride` apart.
+    logits: the sum of PARTS [T, E].
     OF_ALL: weights are shares of the softmax over all experts, not over the chosen ones only. PADDED: rows
     that real, bool [T], denies get ids -1 and weights 0. A row with a NaN gets weights NaN.
     """
@@ -82,7 +82,7 @@ def choose_experts(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    logits = _load_logits(logits_ptr, token, e, E, part_stride, float("-inf"), PARTS)
+    logits = _load_logits(logits_ptr, token, e, T, E, float("-inf"), PARTS)
     # What may be chosen stays above -inf, whatever it is, so that no expert is taken twice.
     left = _ordered(tl.where(logits > -3e38, logits, tl.where(e < E, -3e38, float("-inf"))))
     best = _value(tl.max(left, 0))
@@ -124,7 +124,7 @@ def choose(
     if T:
         block, early = triton.next_power_of_2(E), launches_early(logits.device)
         choose_experts[(T,)](
-            logits, ids_TK if real_T is None else real_T, ids_TK, weights_TK, counts_E, scaling, E, T * E,
+            logits, ids_TK if real_T is None else real_T, ids_TK, weights_TK, counts_E, scaling, T, E,
             len(logits) if logits.dim() == 3 else 1, top_k, triton.next_power_of_2(top_k), block, of_all,
             renormalize, real_T is not None, early,
             num_warps=1 if block <= 256 else 4, launch_pdl=early,
@@ -140,9 +140,9 @@ def _roots(logits):
     return tl.sqrt(softplus + tl.maximum(logits, 0.0))
 
 
-@triton.jit(do_not_specialize=["part_stride"])
+@triton.jit(do_not_specialize=["T"])
 def choose_by_sigmoid(
-    logits_ptr, bias_ptr, real_ptr, ids_ptr, weights_ptr, counts_ptr, scaling, E, part_stride,
+    logits_ptr, bias_ptr, real_ptr, ids_ptr, weights_ptr, counts_ptr, scaling, T, E,
     PARTS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr, BIASED: tl.constexpr,
     GROUPS: tl.constexpr, KEPT: tl.constexpr, GP: tl.constexpr, SIZE: tl.constexpr, ROOTS: tl.constexpr,
     RENORMALIZE: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr,
@@ -162,7 +162,7 @@ def choose_by_sigmoid(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    logits = _load_logits(logits_ptr, token, e, E, part_stride, 0.0, PARTS)
+    logits = _load_logits(logits_ptr, token, e, T, E, 0.0, PARTS)
     if ROOTS:
         scores = _roots(logits)
     else:
@@ -223,7 +223,7 @@ def choose_sigmoid(
         block, early = triton.next_power_of_2(E), launches_early(logits.device)
         choose_by_sigmoid[(T,)](
             logits, logits if bias_E is None else bias_E, ids_TK if real_T is None else real_T, ids_TK,
-            weights_TK, counts_E, scaling, E, T * E, len(logits) if logits.dim() == 3 else 1, top_k,
+            weights_TK, counts_E, scaling, T, E, len(logits) if logits.dim() == 3 else 1, top_k,
             triton.next_power_of_2(top_k), block, bias_E is not None, groups, kept,
             triton.next_power_of_2(groups), E // groups, roots, renormalize, real_T is not None, early,
             num_warps=1 if block <= 256 else 4, launch_pdl=early,
@@ -231,9 +231,9 @@ def choose_sigmoid(
     return ids_TK, weights_TK
 
 
-@triton.jit(do_not_specialize=["part_stride"])
+@triton.jit(do_not_specialize=["T"])
 def choose_by_token(
-    logits_ptr, table_ptr, tokens_ptr, real_ptr, ids_ptr, weights_ptr, counts_ptr, scaling, E, part_stride,
+    logits_ptr, table_ptr, tokens_ptr, real_ptr, ids_ptr, weights_ptr, counts_ptr, scaling, T, E,
     PARTS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RENORMALIZE: tl.constexpr, PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -246,7 +246,7 @@ def choose_by_token(
     ids = tl.load(table_ptr + tl.load(tokens_ptr + token) * K + j, mask=j < K, other=0)
     logits = tl.zeros([KP], tl.float32)
     for part in tl.static_range(PARTS):
-        logits += tl.load(logits_ptr + part * part_stride + token * E + ids).to(tl.float32)
+        logits += tl.load(logits_ptr + (part * T + token) * E + ids).to(tl.float32)
     weights = tl.where(j < K, _roots(logits), 0.0)
     if RENORMALIZE:
         weights /= tl.sum(weights, 0) + 1e-20
@@ -275,7 +275,7 @@ def choose_of_token(
         early = launches_early(logits.device)
         choose_by_token[(T,)](
             logits, table_VK, token_ids_T.contiguous(), ids_TK if real_T is None else real_T, ids_TK,
-            weights_TK, counts_E, scaling, E, T * E, len(logits) if logits.dim() == 3 else 1, top_k,
+            weights_TK, counts_E, scaling, T, E, len(logits) if logits.dim() == 3 else 1, top_k,
             triton.next_power_of_2(top_k), renormalize, real_T is not None, early,
             num_warps=1, launch_pdl=early,
         )  # fmt: skip

@@ -26,16 +26,18 @@ from turnout.kernels.common.dependent import launches_early
 FEW = 64  # rows, each of whose heads is a program; of more, a program has several
 
 
-@triton.jit(do_not_specialize=["part_stride"])
+@triton.jit(do_not_specialize=["part_rows", "rows"])
 def norm_rows(
-    x_ptr, delta_ptr, weight_ptr, sum_ptr, out_ptr, H, part_stride, eps,
+    x_ptr, delta_ptr, weight_ptr, sum_ptr, out_ptr, H, part_rows, rows, eps,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[n] = RMS norm of x[n], or of sum[n] = x[n] + delta[n], times weight [H].
 
-    PARTS: delta [N, H] is the sum of as many, `part_stride` apart; 0: there is none.
+    PARTS: delta [N, H] is the sum of as many, `part_rows` times H apart, whose rows are `rows` times H apart;
+    0: there is none.
     """
-    row = tl.program_id(0).to(tl.int64) * H
+    n = tl.program_id(0).to(tl.int64)
+    row = n * H
     c = tl.arange(0, BLOCK)
     held = c < H
     weight = tl.load(weight_ptr + c, mask=held, other=0.0).to(tl.float32)
@@ -45,7 +47,7 @@ def norm_rows(
     x = tl.load(x_ptr + row + c, mask=held, other=0.0).to(tl.float32)
     if PARTS > 0:
         for part in tl.static_range(PARTS):
-            at = delta_ptr + part * part_stride + row
+            at = delta_ptr + (part * part_rows + n * rows) * H
             x += tl.load(at + c, mask=held, other=0.0).to(tl.float32)
         rounded = x.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row + c, rounded, mask=held)
@@ -54,16 +56,16 @@ def norm_rows(
     tl.store(out_ptr + row + c, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=held)
 
 
-@triton.jit(do_not_specialize=["part_stride"])
+@triton.jit(do_not_specialize=["N"])
 def rotate_heads(
     heads_ptr, weight_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, slots_ptr, cache_ptr,
-    row_stride, part_stride, head_stride, eps, HQ, HK,
+    N, row_stride, head_stride, eps, HQ, HK,
     D: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, STORE: tl.constexpr,
     PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """q [N, HQ, D] and k [N, HK, D]: the heads of each row, normed with weight [G, D], then rotated.
 
-    heads: rows `row_stride` apart, of at least G * D values, the sum of PARTS that are `part_stride` apart.
+    heads: rows `row_stride` apart, of at least G * D values, the sum of PARTS that are N rows apart.
     cos, sin [N, D], sin with the rotation's sign. STORE: keys go to cache[h, slots[n], 0] instead, and the HK
     heads that follow, values, go as they are to cache[h, slots[n], 1]; heads of the cache are `head_stride`
     apart. A program has HEADS of a row.
@@ -90,8 +92,9 @@ def rotate_heads(
     x = tl.load(head + d[None, :], mask=held, other=0.0).to(tl.float32)
     y = tl.load(head + across, mask=held, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
-        x += tl.load(head + part * part_stride + d[None, :], mask=held, other=0.0).to(tl.float32)
-        y += tl.load(head + part * part_stride + across, mask=held, other=0.0).to(tl.float32)
+        other = head + part * N * row_stride
+        x += tl.load(other + d[None, :], mask=held, other=0.0).to(tl.float32)
+        y += tl.load(other + across, mask=held, other=0.0).to(tl.float32)
     z = x
     if NORM:
         scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
@@ -208,6 +211,11 @@ def norm(x_NH: Tensor, weight_H: Tensor, eps: float, delta: Tensor | None = None
     """
     x_NH = x_NH.contiguous()
     N, H = x_NH.shape
+    rows = part_rows = 0
+    if delta is not None:
+        if delta.stride(-1) != 1 or any(stride % H for stride in delta.stride()[:-1]):
+            delta = delta.contiguous()
+        rows, part_rows = delta.stride(-2) // H, delta.stride(0) // H
     out_NH = torch.empty_like(x_NH)
     sum_NH = x_NH if delta is None else torch.empty_like(x_NH)
     parts = 0 if delta is None else len(delta) if delta.dim() == 3 else 1
@@ -215,7 +223,8 @@ def norm(x_NH: Tensor, weight_H: Tensor, eps: float, delta: Tensor | None = None
         block, early = triton.next_power_of_2(H), launches_early(x_NH.device)
         warps = min(16, max(1, block // (128 if parts > 1 else 512)))
         norm_rows[(N,)](
-            x_NH, x_NH if delta is None else delta.contiguous(), weight_H, sum_NH, out_NH, H, N * H, eps,
+            x_NH, x_NH if delta is None else delta, weight_H, sum_NH, out_NH, H,
+            part_rows, rows, eps,
             parts, block, early, num_warps=warps, launch_pdl=early,
         )  # fmt: skip
     return sum_NH, out_NH
@@ -249,7 +258,7 @@ def rotate(
         rotate_heads[(N, -(-total // block))](
             heads, cos_ND if weight_GD is None else weight_GD, cos_ND, sin_ND,
             q_NHD, q_NHD if k_NHD is None else k_NHD, slots, cache,
-            heads.stride(-2), N * heads.shape[-1], cache.stride(0), eps, num_q, num_k,
+            N, heads.stride(-2), cache.stride(0), eps, num_q, num_k,
             D, triton.next_power_of_2(D), block, weight_GD is not None, store is not None,
             len(heads) if heads.dim() == 3 else 1, early, num_warps=1 if block == 1 else 4, launch_pdl=early,
         )  # fmt: skip

@@ -23,6 +23,9 @@ class TritonAttention(PagedAttention):
     def laid_out(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> Attention:
         return StepAttention(self, decoding, chunks)
 
+    def spans(self, rows: int, context: int) -> int:
+        return cut_of(self, rows, context).splits
+
     def rows(
         self, slots_N: Tensor, table_NP: Tensor, ends_N: Tensor, states_N: Tensor | None = None
     ) -> Attention:

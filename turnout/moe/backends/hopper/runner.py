@@ -2,10 +2,10 @@
 
 Two to four launches, none of which waits for the host: sort the pairs by expert (left out when there are so
 few that sorting costs more than it saves), GEMM1 with the activation, GEMM2 with the routing weights, and the
-sum over a token's pairs (where none is sorted and weights are of 4 bits or bf16, GEMM2 adds them up). FP8's
-tokens are quantised next to the sort, or in the GEMM that takes them; with 16 tokens a tile or more, GEMM2's
-by a launch of their own. Each is launched before its predecessor has ended (programmatic dependent launch),
-so that their beginnings overlap.
+sum over a token's pairs (where none is sorted and weights are of 4 bits or bf16, GEMM2 adds them up; of few
+tokens the norm that comes next may do it). FP8's tokens are quantised next to the sort, or in the GEMM that
+takes them; with 16 tokens a tile or more, GEMM2's by a launch of their own. Each is launched before its
+predecessor has ended (programmatic dependent launch), so that their beginnings overlap.
 
 The same batch gives the same bits, and a token's do not depend on the tokens it shares the batch with as long
 as the batch stays within one entry of the table of tiles. Under a deterministic plan they never do: no kernel
@@ -39,6 +39,9 @@ from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
 from turnout.parallel.hardware import multiprocessors
 from turnout.vocabulary import Format, Layout
+
+# Tokens whose pairs a norm that reads them adds up in less than a launch of its own takes.
+ADDED_LATER = 256
 
 
 def workspaces(
@@ -145,6 +148,8 @@ class HopperRunner:
             table=ids_TK if unsorted else space.tiles, weights=weights_TK, top_k=k, unsorted=unsorted,
             most_tiles=self.shape.most_tiles(T, tiles.block_m),
         )  # fmt: skip
+        if batch.adds_parts and tiles.second.leaves_pairs and pairs.at_once and T <= ADDED_LATER:
+            return space.y[: P * H].view(T, k, H).transpose(0, 1)
         tiles.second.sum(pairs)
         return out_TH
 

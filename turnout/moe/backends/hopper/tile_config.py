@@ -48,6 +48,7 @@ class TileConfig(
     persistent: ClassVar[bool] = False  # as many programs as multiprocessors, each of which takes many tiles
     sorts_rows: ClassVar[bool] = False  # multiplies rows that lie in the order of experts
     adds_pairs: ClassVar[bool] = False  # GEMM2 adds up a token's pairs, and nothing is left to do
+    leaves_pairs: ClassVar[bool] = True  # GEMM2 leaves a row for each pair, in the order of pairs
 
     @property
     def kernel(self) -> str:

@@ -29,6 +29,7 @@ class Fp8Sorted(TileConfig, frozen=True, tag="fp8_sorted"):
     weights = (Format.FP8,)
     persistent = True
     sorts_rows = True
+    leaves_pairs = False
 
     @classmethod
     def takes(cls, shape: LayerShape) -> bool:

@@ -44,6 +44,7 @@ class Pairs(TileConfig, frozen=True, tag="pairs"):
     most_pairs = 64  # two for each lane of a warp
     batch_invariant = False
     adds_pairs = True
+    leaves_pairs = False
 
     @classmethod
     def rule(cls, shape: LayerShape, tokens: int) -> LayerTiles | None:
