@@ -38,6 +38,7 @@ LISTED = {
     ("turnout.formats.int4", "_pairs"): "a table of decoded pairs on a device",
     ("turnout.kernels.common.dependent", "launches_early"): "whether a device can launch dependents early",
     ("turnout.kernels.hopper.dense_fp8", "plan"): "the tile that should take least, by shape",
+    ("turnout.kernels.hopper.dense_rows", "plan"): "the tile by which no program reads much, by shape",
     ("turnout.kernels.common.few_rows", "part_count"): "into how many parts a product of few rows is cut",
 }
 

@@ -22,9 +22,9 @@ from turnout.parallel.hardware import Hardware
 from turnout.registry import ATTENTION_BACKENDS
 from turnout.vocabulary import AttentionKind
 
-# Tokens of a context, up to which a span of its own for each program, and a launch that joins them, cost more
-# than they give; where cuts differ, steps of such contexts have graphs of their own.
-SHORT_CONTEXT = 256
+# Tokens of a context, up to which few spans of it, and the launch that joins them, cost more than they give.
+# Steps of such contexts have graphs of their own where those of longer ones have FEW_SPANS at most.
+SHORT_CONTEXT, FEW_SPANS = 256, 4
 PREFILL_SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
 

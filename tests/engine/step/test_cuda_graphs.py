@@ -188,7 +188,10 @@ def test_the_table_on_the_device_follows_every_schedule(seed: int, drafts: int):
             size = len(rows_of) + draw.randint(0, 2)
             given = torch.tensor(fields(chunks, attention, size, num_drawn=7), dtype=torch.int64)
             ids, starts, ends, rows, places, slots = given
-            table = contexts(attention.groups[0], starts, slots, rows)
+            table = contexts(attention.groups[0], starts, slots, rows, 64)
+            longest = max((place for _, place in rows_of), default=0) + 1
+            fewer = contexts(attention.groups[0], starts, slots, rows, longest)
+            assert torch.equal(fewer, table[:, : -(-longest // PAGE)])
             for b, (chunk, place) in enumerate(rows_of):
                 known = place // PAGE + 1
                 assert table[b, :known].tolist() == chunk.request.kv[0].pages[:known]

@@ -191,7 +191,7 @@ def test_prompts_on_a_gpu(Hq: int, Hkv: int, D: int):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 7, 32, 33, 64])
+@pytest.mark.parametrize("rows", [1, 7, 32])
 def test_parts_add_up_on_a_gpu(rows: int):
     from turnout.kernels.common.split_gemm import parts
 
@@ -201,11 +201,7 @@ def test_parts_add_up_on_a_gpu(rows: int):
         w = (torch.randn(M, K, device="cuda") * K**-0.5).bfloat16()
         bias = torch.randn(M, device="cuda").bfloat16() if K == 2880 else None
         found = parts(x, w, bias)
-        if rows > 32 and (M, K) not in ((2048, 4096), (128, 2048), (32, 2880), (70, 768)):
-            assert found is None
-            continue
         assert found is not None
-        assert len(found) == 4 or rows <= 32 or M < 2048
         error = (
             (
                 found.sum(0).double()
@@ -215,4 +211,4 @@ def test_parts_add_up_on_a_gpu(rows: int):
             .max()
         )
         assert error < 1e-4
-    assert parts(torch.randn(65, 2048, device="cuda").bfloat16(), torch.randn(512, 2048).bfloat16()) is None
+    assert parts(torch.randn(33, 2048, device="cuda").bfloat16(), torch.randn(512, 2048).bfloat16()) is None

@@ -127,7 +127,6 @@ def products(size: int) -> None:
     row_gemm.linear(b16(size, H), b16(768, H), None)
     split_gemm.parts(b16(size, H), b16(E, H))
     split_gemm.parts(b16(size, H), b16(4 * H, H))
-    split_gemm.parts(b16(size, 2 * H), b16(H, 2 * H))
     split_gemm.parts(b16(size, H), torch.empty(E, H))
 
 

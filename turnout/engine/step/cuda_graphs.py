@@ -9,9 +9,9 @@ beyond a rank's own are padding: they have no context, write to a page of their 
 them.
 
 A graph goes from token ids to logits and the greedy choice. The table of pages stays on the device; each
-step brings the page that it writes to, so that the table is copied for new requests only. Attention of few
-requests cuts contexts into spans and joins them; while all contexts of all ranks are short, another graph of
-the same size is replayed, which does not.
+step brings the page that it writes to, so that the table is copied for new requests only. Attention of some
+ten requests cuts contexts into spans and joins them; while all contexts of all ranks are short, another graph
+of the same size is replayed, which does not.
 
 Graphs are captured at start-up, largest first, and share one memory pool; some sizes are left for steps in
 which no rank has anything else to do. A capture cannot outlive its communicators: `DecodeGraphs` has to be
@@ -33,7 +33,7 @@ from torch import Tensor
 from turnout.attention.caches import AttentionCaches
 from turnout.attention.paged import PagedAttention
 from turnout.attention.states import Rows
-from turnout.engine.cuda_graph_policy import SHORT_CONTEXT
+from turnout.engine.cuda_graph_policy import FEW_SPANS, SHORT_CONTEXT
 from turnout.engine.ranks.step_sync import SyncedStep
 from turnout.engine.scheduler.scheduler import Chunk
 from turnout.engine.step.rehearsal import Rehearsal, nothing
@@ -162,8 +162,9 @@ class DecodeGraphs:
         groups = self._attention.groups
         longest = max(group.table.shape[1] * group.page_size for group in groups)
         short = min(longest, SHORT_CONTEXT)
-        alike = all(group.spans(size, short) == group.spans(size, longest) for group in groups)
-        return [longest] if alike else [longest, short]
+        spans = [(group.spans(size, short), group.spans(size, longest)) for group in groups]
+        few = any(joined > fewer for fewer, joined in spans) and max(j for _, j in spans) <= FEW_SPANS
+        return [longest, short] if few else [longest]
 
     def _rows(self, size: int) -> Tensor:
         """int64 [F, size]: where a step of this size puts its fields; other sizes use the same memory."""

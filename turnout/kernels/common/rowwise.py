@@ -53,10 +53,13 @@ def product(linear: Linear, x_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | No
     float32 parts [P, N, M] for whoever comes next to add up (split_gemm.py)."""
     if linear in (F.linear, wide_linear) and x_NK.device.type == "cuda" and find_spec("triton"):
         from turnout.kernels.common import split_gemm
+        from turnout.kernels.hopper import dense_rows
 
         parts_PNM = split_gemm.parts(x_NK, weight_MK, bias_M)
         if parts_PNM is not None:
             return parts_PNM
+        if bias_M is None and dense_rows.runs(x_NK, weight_MK):
+            return dense_rows.parts(x_NK, weight_MK)
     return linear(x_NK.to(weight_MK.dtype), weight_MK, bias_M)
 
 

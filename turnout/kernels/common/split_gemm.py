@@ -26,9 +26,6 @@ NARROW = 256  # outputs, of which even 64 rows make few parts
 WIDTHS = (16, 32, 64)
 COLUMNS = (256, 128)  # of a step, the only one of its part or one of several; 256 where the last is shorter
 PROGRAMS = 512  # that keep an H200 loading weights
-# Outputs that 33 to 64 rows have in parts of LONG inputs, a program for about each multiprocessor: two MB of
-# parts, which the next norm adds up in less than the library's own sum of parts takes.
-SOME, LONG = 2048, 1024
 EXACT_OUTPUTS, EXACT_ROWS = 16, 32  # of a program, and of a product, in float32
 ROW_OUTPUTS, ROW_INPUTS, ROW_WARPS = 8, 4096, 8  # of a program that has whole rows of weights
 ROW_PROGRAMS = 264  # that an H200 holds at once: two a multiprocessor
@@ -137,12 +134,6 @@ def pieces(rows: int, outputs: int, inner: int) -> tuple[int, int]:
     return (COLUMNS[-1], max(enough) * width // COLUMNS[-1]) if enough else (width, 1)
 
 
-def long_pieces(rows: int, outputs: int, inner: int) -> tuple[int, int]:
-    """As `pieces`, of weights that are not in FP8, where `pieces` has none."""
-    some = WIDTHS[-2] < rows <= WIDTHS[-1] and NARROW < outputs <= SOME
-    return (COLUMNS[-1], LONG // COLUMNS[-1]) if some and inner % LONG == 0 else (0, 0)
-
-
 def whole_rows(outputs: int, inner: int) -> bool:
     """Whether programs of one row's product have whole rows of weights, so that nothing need be added up.
 
@@ -170,8 +161,6 @@ def parts(
         return _exact_parts(x_NK, weight_MK)
     (N, K), M = x_NK.shape, len(weight_MK)
     width, steps = pieces(N, M, K)
-    if not (steps or group):
-        width, steps = long_pieces(N, M, K)
     if not steps or x_NK.dtype not in (torch.bfloat16, torch.float16):
         return None
     early = launches_early(x_NK.device)
