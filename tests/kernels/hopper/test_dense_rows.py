@@ -1,4 +1,4 @@
-"""Products of 33 to 64 rows by specialised warps: compiled for Hopper, and on a GPU."""
+"""Products of 9 to 128 rows by specialised warps: compiled for Hopper, and on a GPU."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from tests.kernels.compiled import compiled, machine_code
+from turnout.config import Config
+from turnout.engine.cuda_graph_policy import PREFILL_SIZES, graph_sizes
+from turnout.engine.warmup import prompt_sizes
 from turnout.kernels.common import rowwise
 from turnout.kernels.common.row_gemm import PROCESSORS
 from turnout.kernels.hopper.dense_rows import REGISTERS, Tile, multiply_some_rows, parts, plan, runs
 
-QWEN3 = {(2048, 4096): (Tile(64, 1, 6), 4), (5120, 2048): (Tile(64, 2, 4), 3)}
+QWEN3 = {(2048, 4096): (Tile(64, 1, 3), 4), (5120, 2048): (Tile(64, 2, 2), 3)}
+SIZES = graph_sizes(Config(model="", cuda_graph_max_bs=512, max_running_requests=512))
 
 
 @pytest.mark.parametrize(("shape", "way"), QWEN3.items())
@@ -22,28 +26,39 @@ def test_plans_keep_multiprocessors_at_work(shape: tuple[int, int], way: tuple[T
     assert {plan(rows, *shape) for rows in range(33, 65)} == {way}
 
 
+def test_steps_of_all_sizes_have_plans_of_first_prompts():
+    """Decode graphs and prefill graphs too."""
+    for outputs, inputs in (*QWEN3, (128, 2048), (2112, 7168), (576, 7168)):
+        plans = {plan(size, outputs, inputs) for size in prompt_sizes(2048, 1) if 9 <= size <= 128}
+        sizes = {*SIZES, *PREFILL_SIZES, 9, 17, 33, 65, 127}
+        assert {plan(size, outputs, inputs) for size in sizes if 9 <= size <= 128} <= plans
+
+
 @pytest.mark.parametrize("inputs", [64, 256, 2048, 7168])
 def test_programs_run_at_once(inputs: int):
-    """None has nothing to do, and steps are loaded ahead."""
+    """None has nothing to do or much more than its share, and steps are loaded ahead."""
+    steps = -(-inputs // 128)
     for outputs in range(64, 20000, 192):
         way = plan(64, outputs, inputs)
-        tiles = -(-outputs // 128)
-        assert (way is None) == (tiles > PROCESSORS)
+        assert way is None or outputs <= 128 * PROCESSORS
         if way is not None:
             tile, count = way
             assert -(-outputs // (64 * tile.groups)) * count <= PROCESSORS
-            assert 1 <= count <= -(-inputs // 128)
-            assert tile.stages >= min(4, -(-inputs // 128) // count)
+            assert 1 <= count <= steps
+            assert tile.stages >= min(2, steps // count)
+            longest, share = tile.groups * -(-steps // count), outputs / 64 * steps / PROCESSORS
+            assert longest <= max(8, 1.4 * share)
 
 
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs", "taken"),
     [
-        (32, 2048, 4096, False),  # split_gemm.py's
-        (33, 2048, 4096, True),
-        (64, 5120, 2048, True),
-        (65, 2048, 4096, False),
+        (8, 2048, 4096, False),  # split_gemm.py's
+        (9, 2048, 4096, True),
+        (128, 5120, 2048, True),
+        (129, 2048, 4096, False),
         (64, 40000, 2048, False),
+        (64, 9000, 2880, False),  # half of the multiprocessors would wait
         (64, 2048, 4100, False),  # where the TMA cannot read
     ],
 )
@@ -58,7 +73,9 @@ def test_which_products_are_taken(
 
 
 @pytest.mark.parametrize(
-    "tile", [Tile(64, 1, 6), Tile(64, 2, 4), Tile(16, 1, 8)], ids=lambda tile: ", ".join(map(str, tile))
+    "tile",
+    [Tile(64, 1, 3), Tile(64, 2, 2), Tile(16, 1, 5), Tile(128, 1, 4)],
+    ids=lambda tile: str(tuple(tile)),
 )
 def test_compiles_as_designed(tile: Tile, tmp_path: Path):
     box = repr(gl.NVMMASharedLayout(128, 16, 2))
@@ -79,9 +96,9 @@ def test_compiles_as_designed(tile: Tile, tmp_path: Path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [33, 50, 64])
+@pytest.mark.parametrize("rows", [9, 16, 31, 50, 64, 128])
 @pytest.mark.parametrize(
-    ("outputs", "inputs"), [(2048, 4096), (5120, 2048), (200, 1000), (64, 64), (9000, 2880)]
+    ("outputs", "inputs"), [(2048, 4096), (5120, 2048), (200, 1000), (64, 64), (8000, 2880)]
 )
 def test_products_on_a_gpu(rows: int, outputs: int, inputs: int):
     """Next to float64 products; also where tiles and steps are not full, and one after another."""

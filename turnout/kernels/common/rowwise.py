@@ -50,15 +50,17 @@ def wide_linear(x_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -
 
 def product(linear: Linear, x_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None) -> Tensor:
     """[N, M] of `linear`, x in the weight's dtype; or, of few rows on a GPU where `linear` is a library's,
-    float32 parts [P, N, M] for whoever comes next to add up (split_gemm.py)."""
+    float32 parts [P, N, M] for whoever comes next to add up (split_gemm.py, dense_rows.py)."""
     if linear in (F.linear, wide_linear) and x_NK.device.type == "cuda" and find_spec("triton"):
         from turnout.kernels.common import split_gemm
         from turnout.kernels.hopper import dense_rows
 
-        parts_PNM = split_gemm.parts(x_NK, weight_MK, bias_M)
+        some = bias_M is None and dense_rows.runs(x_NK, weight_MK)
+        wide = some and len(weight_MK) > split_gemm.NARROW
+        parts_PNM = None if wide else split_gemm.parts(x_NK, weight_MK, bias_M)
         if parts_PNM is not None:
             return parts_PNM
-        if bias_M is None and dense_rows.runs(x_NK, weight_MK):
+        if some:
             return dense_rows.parts(x_NK, weight_MK)
     return linear(x_NK.to(weight_MK.dtype), weight_MK, bias_M)
 

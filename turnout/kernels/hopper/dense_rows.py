@@ -1,9 +1,10 @@
 """Products of some rows with dense 16-bit weights: one warp loads, groups of four multiply (Gluon, Hopper).
 
-Of 33 to 64 rows a decode step's products are still bound by their weights, but parts as split_gemm.py makes
-them are too many bytes, and the library's kernels wait for the kernel in front before they load anything.
-Here a program has few, long parts, and as many steps of weights as its shared memory holds are on their way
-before it waits for the kernel that makes its rows (programmatic dependent launch). All comes by the TMA.
+Of up to 128 rows a decode step's products are bound by their weights, but parts as split_gemm.py makes them
+are many bytes, and the library's kernels wait for the kernel in front before they load anything. Here a
+program has few, long parts, and as many steps of weights as its shared memory holds are on their way before
+it waits for the kernel that makes its rows (programmatic dependent launch). All comes by the TMA. What steps
+took on an H200 is in docs/notes/serving.md.
 
 Legend: N rows, K inputs, M outputs, P parts.
 """
@@ -33,9 +34,12 @@ from turnout.kernels.hopper.schedule import advance
 
 STEP = 128  # inputs
 ALIGNED = 16  # bytes, of rows of all matrices that the TMA reads
-LEAST_ROWS, MOST_ROWS = 33, 64
+LEAST_ROWS, MOST_ROWS = 9, 128
 MOST_PARTS = 4  # whoever adds them up reads them all
-SHARED_BYTES = 200 * 1024  # for steps that are loaded ahead
+# For steps that are loaded ahead: of up to SOME rows it leaves room for programs of the kernel in front.
+SOME, SHARED_BYTES, MORE_BYTES = 64, 100 * 1024, 200 * 1024
+# Steps of a program, which may be more than its share of all by UNEVEN, or few.
+UNEVEN, FEW_STEPS = 1.4, 8
 REGISTERS = 96  # of a thread: programs of the kernel in front may still hold others
 
 
@@ -152,17 +156,22 @@ def multiply_some_rows(
 
 @cache
 def plan(rows: int, outputs: int, inputs: int) -> tuple[Tile, int] | None:
-    """The tile, and the number of parts, by which the busiest multiprocessor reads least weights, if all
-    programs run at once; None if there are too many."""
+    """The tile, and the number of parts, by which the busiest multiprocessor reads least weights, where all
+    programs run at once; None if there are too many, or multiprocessors would wait for the busiest.
+
+    Parts, and what adds them up, are the same for all rows; tiles for all up to the next power of two."""
     steps, width = -(-inputs // STEP), max(16, 1 << (rows - 1).bit_length())
+    memory = SHARED_BYTES if width <= SOME else MORE_BYTES
     found = {}
     for groups in (1, 2):
         tiles = -(-outputs // (64 * groups))
         for parts in range(1, min(MOST_PARTS, steps) + 1):
             if tiles * parts <= PROCESSORS:
-                held = min(-(-steps // parts), SHARED_BYTES // (2 * STEP * (64 * groups + width)))
+                held = min(-(-steps // parts), memory // (2 * STEP * (64 * groups + width)))
                 found[Tile(width, groups, held), parts] = groups * -(-steps // parts)
-    return min(found, key=found.__getitem__) if found else None
+    most = max(FEW_STEPS, UNEVEN * outputs / 64 * steps / PROCESSORS)
+    way = min(found, key=found.__getitem__, default=None)
+    return way if way and found[way] <= most else None
 
 
 def runs(x_NK: Tensor, weight_MK: Tensor) -> bool:
