@@ -50,7 +50,7 @@ from turnout.kernels.common import (
     top_p,
     turned,
 )
-from turnout.kernels.hopper import dense_fp8
+from turnout.kernels.hopper import dense_fp8, dense_rows
 from turnout.models import dense
 
 MOST, RUNNING = 4096, 256
@@ -128,6 +128,12 @@ def products(size: int) -> None:
     split_gemm.parts(b16(size, H), b16(E, H))
     split_gemm.parts(b16(size, H), b16(4 * H, H))
     split_gemm.parts(b16(size, H), torch.empty(E, H))
+    if dense_rows.LEAST_ROWS <= size <= dense_rows.MOST_ROWS:
+        out = dense_rows.parts(b16(size, 2 * H), b16(H, 2 * H))
+        rows.norm(b16(size, H), GAIN, 1e-6, out)
+        heads = dense_rows.parts(b16(size, H), b16((HQ + 2 * HKV) * D, H))
+        turns, slots = b16(size, D), sent(size)[1]
+        rows.rotate(heads, HQ, HKV, turns, turns, b16(2, D), 1e-6, store=(CACHE, slots))
 
 
 def connections(size: int) -> None:
