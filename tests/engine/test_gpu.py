@@ -15,6 +15,7 @@ from tests.engine.toy import always_drafting
 from tests.tiny import write_model
 from tools.random_checkpoint import QWEN3_30B, write
 from turnout import LLM, SamplingParams
+from turnout.engine.cuda_graph_policy import SHORT_CONTEXT
 from turnout.engine.llm import Completion
 from turnout.engine.sampling.greedy import find_near_ties, greedy
 from turnout.models import blocks, weights
@@ -215,6 +216,26 @@ def test_one_request_takes_fewer_launches(
     assert any(made is not None for made in calls)
     monkeypatch.setattr(blocks, "normed_product", lambda *_: None)
     check_close(found, scores(model, *ids))
+
+
+def test_contexts_outgrow_the_graphs_of_short_ones(tmp_path: Path) -> None:
+    """Each of 20 at another step; scores are those of steps without graphs."""
+    model, draw = made_up(tmp_path / "model", "nvfp4"), random.Random(0)
+    ids = [[draw.randrange(256) for _ in range(SHORT_CONTEXT - draw.randint(4, 10))] for _ in range(20)]
+    sampling = SamplingParams(max_tokens=16, ignore_eos=True, logprobs=5)
+    settings = SETTINGS | {"max_total_tokens": 8192, "max_running_requests": 24}
+    found, replayed = [], []
+    for flags in ({}, {"disable_cuda_graph": True}):
+        with LLM(model, **(settings | flags)) as llm:
+            graphs = llm._open()._forward.graphs
+            if graphs is not None:
+                choose = graphs.graph_of
+                graphs.graph_of = lambda *args, by=choose: replayed.append(by(*args)) or replayed[-1]
+            found.append(llm.generate(ids, sampling))
+            if graphs is not None:
+                assert replayed[0] is graphs._graphs[24, True]
+                assert replayed[-1] is graphs._graphs[24, False]
+    check_close(found[0], found[1], steps=16)
 
 
 @pytest.mark.parametrize("flags", [{}, {"disable_cuda_graph": True}, {"disable_prefill_graph": True}])

@@ -176,6 +176,10 @@ class Decoder:
         """See `interface.Model.logits`."""
         return self._head(hidden_SH)
 
+    def best(self, hidden_SH: Tensor, logits_SV: Tensor) -> Tensor:
+        """See `interface.Model.best`."""
+        return self._head.best(hidden_SH, logits_SV)
+
     @property
     def experts(self) -> list[Experts]:
         """Of every MoE layer."""

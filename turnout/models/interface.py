@@ -107,6 +107,11 @@ class Model(Protocol):
         """float32 logits [S, V] for chosen rows of `forward`'s result."""
         ...
 
+    def best(self, hidden_SH: Tensor, logits_SV: Tensor) -> Tensor:
+        """int64 [2, S]: the token of each row's largest logit, and whether that is finite. logits: float32,
+        contiguous, gets what `logits` gives."""
+        ...
+
     def shortened(self) -> AbstractContextManager[None]:
         """While it lasts, a forward computes one layer of each kind: all kernels that it has, in less time,
         and of no meaning."""

@@ -35,6 +35,7 @@ from turnout.kernels.attention import (
     prefill,
 )
 from turnout.kernels.common import (
+    best_token,
     few_rows,
     fp8_weights,
     gated_row,
@@ -351,6 +352,12 @@ def chosen_attention(size: int) -> None:
     latent.attend(b16(size, 16, 576), LATENTS, slots, ends, **sizes)
 
 
+def best_tokens(size: int) -> None:
+    """Of decode graphs, whose logits are kept."""
+    size = min(size, RUNNING)
+    best_token.widen_and_choose(b16(size, 151_936), torch.empty(size, 151_936))
+
+
 def grammar_masks(size: int) -> None:
     size = min(size, RUNNING)
     token_mask.forbid_tokens(torch.empty(size, 5000), torch.empty(size, 157, dtype=torch.int32))
@@ -377,7 +384,7 @@ PARTS = (
     norm, rotate, sums, routing, low_ranks, products, connections, divided, fp8_products, fp8_matrices,
     connected_products, wire, states, state_prompts, index_scores, compressed_attention,
     compressed_attention_on_hopper, latent_prompts, prompt_attention, row_attention, windowed_attention,
-    chosen_attention, grammar_masks, draws_by_top_p, normed_products,
+    chosen_attention, grammar_masks, draws_by_top_p, normed_products, best_tokens,
 )  # fmt: skip
 
 

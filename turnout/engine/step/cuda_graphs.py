@@ -209,9 +209,7 @@ class DecodeGraphs:
             else self._step(whole, tokens, None)
         )
         hidden_BH = self._model.forward(step)
-        logits_BV = self._logits_BV[:size].copy_(self._model.logits(hidden_BH))
-        values_B, ids_B = logits_BV.max(dim=-1)
-        return hidden_BH, torch.stack((ids_B, values_B.isfinite()))
+        return hidden_BH, self._model.best(hidden_BH, self._logits_BV[:size])
 
     def _step(self, part: Part, tokens: tuple[int, ...], second: Step | None) -> Step:
         """tokens: of each data-parallel rank."""

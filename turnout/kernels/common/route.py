@@ -28,7 +28,7 @@ def _load_logits(logits_ptr, token, e, T, E, BEYOND: tl.constexpr, PARTS: tl.con
 
 
 @triton.jit
-def _ordered(x):
+def ordered(x):
     """float32, no NaN, to int32 of the same order, which warps reduce in one instruction, not ten."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)  # zeros of either sign are equal
     return bits ^ (bits >> 31 & 0x7FFFFFFF)
@@ -36,13 +36,13 @@ def _ordered(x):
 
 @triton.jit
 def _value(ordered):
-    """The float32 of `_ordered`."""
+    """The float32 of `ordered`."""
     return (ordered ^ (ordered >> 31 & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _take_best(left, e, EP: tl.constexpr):
-    """The largest of what is left (`_ordered`), the lowest e that has it, and what is left without it."""
+    """The largest of what is left (`ordered`), the lowest e that has it, and what is left without it."""
     top = tl.max(left, 0)
     at = tl.min(tl.where(left == top, e, EP), 0)
     return top, at, tl.where(e == at, -0x80000000, left)
@@ -84,7 +84,7 @@ def choose_experts(
         gdc_wait()
     logits = _load_logits(logits_ptr, token, e, T, E, float("-inf"), PARTS)
     # What may be chosen stays above -inf, whatever it is, so that no expert is taken twice.
-    left = _ordered(tl.where(logits > -3e38, logits, tl.where(e < E, -3e38, float("-inf"))))
+    left = ordered(tl.where(logits > -3e38, logits, tl.where(e < E, -3e38, float("-inf"))))
     best = _value(tl.max(left, 0))
     ids = tl.full([KP], -1, tl.int32)
     powers = tl.zeros([KP], tl.float32)
@@ -188,7 +188,7 @@ def choose_by_sigmoid(
             sums = tl.where(g == at, float("-inf"), sums)
             kept = kept | (group == at)
         left = tl.where(kept, left, float("-inf"))
-    left = _ordered(tl.where(e < E, left, float("-inf")))
+    left = ordered(tl.where(e < E, left, float("-inf")))
     ids = tl.full([KP], -1, tl.int32)
     weights = tl.zeros([KP], tl.float32)
     for i in tl.static_range(K):
