@@ -74,7 +74,7 @@ def test_which_products_are_taken(
 
 @pytest.mark.parametrize(
     "tile",
-    [Tile(64, 1, 3), Tile(64, 2, 2), Tile(16, 1, 5), Tile(128, 1, 4)],
+    [Tile(64, 1, 3), Tile(64, 2, 2), Tile(32, 1, 4), Tile(16, 1, 5), Tile(128, 1, 4)],
     ids=lambda tile: str(tuple(tile)),
 )
 def test_compiles_as_designed(tile: Tile, tmp_path: Path):
