@@ -31,7 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.common import row_gemm
-from turnout.kernels.hopper.schedule import advance
+from turnout.kernels.hopper.schedule import advance, stage_barriers
 
 GROUP = 128  # inputs that share a scale, and of a step
 ALIGNED = 16  # bytes, of rows of all matrices that the TMA reads
@@ -194,11 +194,7 @@ def multiply_rows_specialised(
     w = gl.allocate_shared_memory(
         gl.float8e4nv, [STAGES * GROUPS, HEIGHT, 128], gl.NVMMASharedLayout(128, 8, 2)
     )
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=GROUPS)
+    full, empty = stage_barriers(STAGES, 1, GROUPS)
     y_ptr += part.to(gl.int64) * N * M
     given = (x, w, full, empty, scale_ptr, y_ptr, m, n, first, steps, N, M)
     loaded = (x_desc, w_desc, x, w, full, empty, m, n, first * 128, steps)

@@ -30,7 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.common.row_gemm import PROCESSORS
 from turnout.kernels.hopper.dense_fp8 import store_sums
-from turnout.kernels.hopper.schedule import advance
+from turnout.kernels.hopper.schedule import advance, stage_barriers
 
 STEP = 128  # inputs
 ALIGNED = 16  # bytes, of rows of all matrices that the TMA reads
@@ -127,11 +127,7 @@ def multiply_some_rows(
     BOX: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     x = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2, ROWS, 64], BOX)
     w = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2, GROUPS * 64, 64], BOX)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=GROUPS)
+    full, empty = stage_barriers(STAGES, 1, GROUPS)
     y_ptr += part.to(gl.int64) * N * M
     given = (x, w, full, empty, y_ptr, m, n, steps, N, M)
     loaded = (x_desc, w_desc, x, w, full, empty, m, n, first * 128, steps)

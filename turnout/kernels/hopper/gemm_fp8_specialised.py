@@ -37,7 +37,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from turnout.kernels.hopper.schedule import advance, draw, drawn_memory, publish, published, tile_at
+from turnout.kernels.hopper.schedule import (
+    advance,
+    draw,
+    drawn_memory,
+    publish,
+    published,
+    stage_barriers,
+    tile_at,
+)
 
 
 @gluon.jit
@@ -281,15 +289,11 @@ def expert_gemm_fp8_specialised(
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     x = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], TILE)
     w = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 256, 128], TILE)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full, empty = stage_barriers(STAGES, 1, 2)
     drawn = drawn_memory(STAGES)
     y = x
     if not FIRST:
         y = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 128], out_desc.layout)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
     gl.warp_specialize(
         [
             (multiply_tiles, (

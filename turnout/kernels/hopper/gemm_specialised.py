@@ -41,7 +41,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.hopper.decode import decode_half, halves_held, packed_tile
-from turnout.kernels.hopper.schedule import advance, draw, drawn_memory, publish, published, tile_at
+from turnout.kernels.hopper.schedule import (
+    advance,
+    draw,
+    drawn_memory,
+    publish,
+    published,
+    stage_barriers,
+    tile_at,
+)
 from turnout.kernels.hopper.tile import finish_part, gathered_tokens, result_rows, tile_memory
 
 
@@ -365,11 +373,7 @@ def expert_gemm_specialised(
     if EXTRA > 0:
         extra = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, EXTRA, 64], gl.NVMMASharedLayout(128, 16, 2))
     drawn = drawn_memory(STAGES)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=COUNT)
-        mbarrier.init(empty.index(i), count=2)
+    full, empty = stage_barriers(STAGES, COUNT, 2)
     gl.warp_specialize(
         [
             (load_tiles, (

@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.hopper.decode_fp8 import decode_from
-from turnout.kernels.hopper.schedule import draw, drawn_memory, publish, published, tile_at
+from turnout.kernels.hopper.schedule import draw, drawn_memory, publish, published, stage_barriers, tile_at
 from turnout.kernels.hopper.tile import activate, store_rows
 
 
@@ -298,11 +298,7 @@ def expert_gemm_w4a8(
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     w_scale = gl.allocate_shared_memory(gl.int32, [STAGES, 64 * BLOCKS], LINE)
     drawn = drawn_memory(STAGES)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+    full, empty = stage_barriers(STAGES, 1, 2)
     gl.warp_specialize(
         [
             (multiply_tiles, (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 @gluon.jit
@@ -14,6 +15,17 @@ def advance(stage, phase, STAGES: gl.constexpr):
     """The next stage of a ring, and the parity of its barriers."""
     last = stage == STAGES - 1
     return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def stage_barriers(STAGES: gl.constexpr, FILLS: gl.constexpr, TAKES: gl.constexpr):
+    """Those that tell of each stage that it is full, by FILLS arrivals, and that it is empty, by TAKES."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=FILLS)
+        mbarrier.init(empty.index(i), count=TAKES)
+    return full, empty
 
 
 @gluon.jit
