@@ -40,14 +40,14 @@ from tools.timeline import busy
 from turnout import LLM, SamplingParams
 from turnout.attention.caches import AttentionCaches
 from turnout.attention.kinds import AttentionSpec, CompressedSpec, SparseLatentSpec
-from turnout.bench.results import gpu_driver, result, save
+from turnout.bench.results import device_of, result, save
 from turnout.engine.core import EngineCore
 from turnout.engine.messages import AddRequest
 from turnout.engine.ranks.step_sync import SyncedStep
 from turnout.engine.scheduler.scheduler import Chunk
 from turnout.engine.step.cuda_graphs import Computed, graph_for
 from turnout.errors import UserError
-from turnout.parallel.hardware import cpu_name
+from turnout.parallel.hardware import detect
 
 PROMPT, LENGTH = 64, 128  # tokens of a prompt that is computed, and of an answer
 STEPS, PROFILED = 40, 4
@@ -347,10 +347,8 @@ def main() -> None:
     options = parser.parse_args()
     log_start()
     rows = [row for model in options.models for row in Bench(model, options).rows()]
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
-    content = result("steps", rows, device=device, driver=gpu_driver())
     if options.output is not None:
-        save(content, options.output)
+        save(result("steps", rows, **device_of(detect())), options.output)
 
 
 def log_start() -> None:

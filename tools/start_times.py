@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from tools.command_line import parser_for
-from turnout.bench.results import gpu_driver, result, save
+from turnout.bench.results import device_of, result, save
 from turnout.config import ServerConfig
-from turnout.parallel.hardware import cpu_name
+from turnout.parallel.hardware import detect
 from turnout.server.launch import ServerProcess
 
 PHASE = "turnout:startup_seconds"
@@ -37,9 +36,8 @@ def main() -> None:
     options = parser.parse_args()
     with httpx.Client(timeout=60) as client:
         rows = [row_of(options.model, client) for _ in range(options.starts)]
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
     if options.output is not None:
-        save(result("start", rows, device=device, driver=gpu_driver()), options.output)
+        save(result("start", rows, **device_of(detect())), options.output)
 
 
 def row_of(model: str, client: httpx.Client) -> dict[str, Any]:

@@ -28,14 +28,14 @@ from torch.profiler import ProfilerActivity, profile
 from tools.command_line import parser_for
 from tools.timeline import on_gpu, recorded
 from turnout import LLM
-from turnout.bench.results import gpu_driver, result, save
+from turnout.bench.results import device_of, result, save
 from turnout.config import Config, Launched
 from turnout.engine.messages import AddRequest
 from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.step.forward import Forward
 from turnout.errors import PlanRefused
 from turnout.parallel.group_exchange import gather_values
-from turnout.parallel.hardware import cpu_name
+from turnout.parallel.hardware import detect
 
 PROMPT = 64  # tokens of requests that decode
 STEPS = 20
@@ -161,8 +161,7 @@ def run(rank: int, options: argparse.Namespace, folder: str) -> None:
                     print({key: value for key, value in row.items() if key != "timeline"}, flush=True)
             bench.close()
     if rank == 0 and options.output is not None:
-        name = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
-        save(result("two-batches", rows, device=name, devices=size, driver=gpu_driver()), options.output)
+        save(result("two-batches", rows, devices=size, **device_of(detect())), options.output)
 
 
 def main() -> None:

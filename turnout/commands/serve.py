@@ -32,7 +32,8 @@ from turnout.server.supervise.secret import read_secret
 def serve(config: ServerConfig) -> int:
     """Serve until told to stop; the exit code. Raises UserError for what the user can fix."""
     _log(config.log_level)
-    require_model(locate(config.model))
+    folder = locate(config.model)
+    require_model(folder)
     allow_many_connections(config.tp_size)
     fork_server = ForkServer()
     try:
@@ -41,6 +42,7 @@ def serve(config: ServerConfig) -> int:
                 require_loopback()
             _end_when_told(fork_server)
             fork_server.prepare(rank_environment())  # imports, which takes seconds, while this process does
+            open_folder(folder)  # elsewhere weights may lie on other hosts only
         return _serve(config, fork_server)
     finally:
         with signals_held():
@@ -62,8 +64,6 @@ def _serve(config: ServerConfig, fork_server: ForkServer) -> int:
     """fork_server: of the ranks here."""
     from turnout.server.run import check_hosts
 
-    if not config.has_remote_ranks:  # else weights may lie on other hosts only
-        open_folder(locate(config.model))
     if config.tp_size > 1:  # the head has to know which ranks share requests
         from turnout.engine.engine_plan import read_model
         from turnout.engine.parallel_config import with_default_layout
