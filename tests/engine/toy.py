@@ -24,8 +24,8 @@ from turnout.engine.core import EngineCore
 from turnout.engine.engine_plan import EnginePlan, MemoryTable
 from turnout.engine.messages import AddRequest, RequestOutput
 from turnout.engine.ranks.step_sync import StepSync
+from turnout.engine.sampling.greedy import greedy
 from turnout.engine.sampling_params import SamplingParams
-from turnout.models.blocks import best_of
 from turnout.models.interface import DenseParameters, ModelDescription, ModelShape, Step
 from turnout.moe.budget import Budget
 from turnout.moe.plan import MoEPlan, PhasePlan
@@ -107,7 +107,7 @@ class ToyModel:
         return hidden_SH @ self.head.T
 
     def best(self, hidden_SH: Tensor, logits_SV: Tensor) -> Tensor:
-        return best_of(logits_SV.copy_(self.logits(hidden_SH)))
+        return greedy(logits_SV.copy_(self.logits(hidden_SH)), near_ties=False)
 
     def expert_counts(self) -> list[list[int]]:
         return [[sum(self.steps)]]

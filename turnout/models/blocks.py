@@ -83,24 +83,20 @@ class Head:
 
     def __call__(self, hidden_SH: Tensor) -> Tensor:
         """float32 [S, V]."""
-        if self._group.size == 1:
-            return self._linear(hidden_SH, self._weight_VH).float()
-        logits_VS = self._linear(hidden_SH, self._weight_VH).T
-        return self._group.all_gather(logits_VS, self._counts).T.float().contiguous()
+        return self._narrow(hidden_SH).float().contiguous()
 
     def best(self, hidden_SH: Tensor, logits_SV: Tensor) -> Tensor:
         """See `interface.Model.best`."""
-        if self._group.size == 1 and runs_triton(hidden_SH.device):
-            from turnout.kernels.common.best_token import widen_and_choose
+        from turnout.kernels.common.best_token import widen_and_choose
 
-            return widen_and_choose(self._linear(hidden_SH, self._weight_VH), logits_SV)
-        return best_of(logits_SV.copy_(self(hidden_SH)))
+        return widen_and_choose(self._narrow(hidden_SH), logits_SV)
 
-
-def best_of(logits_SV: Tensor) -> Tensor:
-    """int64 [2, S]: the token of each row's largest logit, and whether that is finite."""
-    values_S, ids_S = logits_SV.max(dim=-1)
-    return torch.stack((ids_S, values_S.isfinite()))
+    def _narrow(self, hidden_SH: Tensor) -> Tensor:
+        """Logits [S, V] in the type of activations."""
+        if self._group.size == 1:
+            return self._linear(hidden_SH, self._weight_VH)
+        logits_VS = self._linear(hidden_SH, self._weight_VH).T
+        return self._group.all_gather(logits_VS, self._counts).T
 
 
 class Norm:

@@ -109,7 +109,7 @@ class Model(Protocol):
 
     def best(self, hidden_SH: Tensor, logits_SV: Tensor) -> Tensor:
         """int64 [2, S]: the token of each row's largest logit, and whether that is finite. logits: float32,
-        contiguous, gets what `logits` gives."""
+        contiguous, gets what `logits` gives. In CUDA graphs, hence by kernels in Triton."""
         ...
 
     def shortened(self) -> AbstractContextManager[None]:
