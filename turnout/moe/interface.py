@@ -55,8 +55,8 @@ class Experts(Protocol):
 
     def __call__(self, batch: TokensBatch | ExpertsBatch) -> Tensor:
         """tokens: [T, H], weighted and summed over k, of this rank's experts, or parts of it where the
-        batch's reader adds them; experts: [E_loc, C, H],
-        unweighted, zero beyond the counts. In the plan's compute dtype."""
+        batch's reader adds them; experts: [E_loc, C, H], unweighted, zero beyond the counts. In the plan's
+        compute dtype, parts in any of 16 or 32 bits."""
         ...
 
 

@@ -78,9 +78,8 @@ class MoELayer:
         device = router_weight.device
         self._row_expert = _of_row(shared_expert) if groups.world.size == 1 else None
         # Whether one call of the runner gives all there is to add for a token.
-        whole = plan.num_local_experts == spec.num_experts and groups.world.size == 1
-        chunked = any(plan.phase(phase).chunk for phase in Phase)
-        self._is_whole_sum = whole and not (chunked or plan.deterministic or shared_expert is not None)
+        whole = plan.num_local_experts == spec.num_experts and not self._exchanges
+        self._is_whole_sum = whole and not plan.deterministic and shared_expert is None
         self._fork_shared: Fork = fork_on(device, "shared") if plan.overlap_shared_expert else at_once
         self._router = Router(
             spec.routing,
@@ -122,7 +121,8 @@ class MoELayer:
         combined = []
         for chunk in self._chunks(x_TH, ids_TK, weights_TK, phase, tokens):  # one, if buffers hold a step
             batch, state = dispatcher.dispatch(*chunk)
-            if adds_parts and self._is_whole_sum and isinstance(batch, TokensBatch):
+            if adds_parts and self._is_whole_sum:
+                assert isinstance(batch, TokensBatch)
                 batch = replace(batch, adds_parts=True)
             out = experts(batch)
             combined.append(dispatcher.combine(out, state))
@@ -174,13 +174,16 @@ class MoELayer:
     def reset_counts(self) -> None:
         self.expert_counts.zero_()
 
+    @property
+    def _exchanges(self) -> bool:
+        """Whether a step may be anything but one batch, of tokens that are all here."""
+        phases = [self._plan.phase(phase) for phase in Phase]
+        apart = any(phase.layout != Layout.TOKENS or phase.chunk for phase in phases)
+        return self._groups.world.size > 1 or apart
+
     def _bind(self) -> LayerInOneCall | None:
         """What computes the layer at once, where ranks exchange nothing and no other part takes part."""
-        exchanges = self._groups.world.size > 1 or any(
-            self._plan.phase(phase).layout != Layout.TOKENS or self._plan.phase(phase).chunk
-            for phase in Phase
-        )
-        if exchanges or self._router_bias is not None or not isinstance(self._runner, RoutedExperts):
+        if self._exchanges or self._router_bias is not None or not isinstance(self._runner, RoutedExperts):
             return None
         spec, shared = self.spec, self._shared_expert
         weights = shared.plain if isinstance(shared, PlainExpert) else None

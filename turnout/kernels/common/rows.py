@@ -223,8 +223,7 @@ def norm(x_NH: Tensor, weight_H: Tensor, eps: float, delta: Tensor | None = None
         block, early = triton.next_power_of_2(H), launches_early(x_NH.device)
         warps = min(16, max(1, block // (128 if parts > 1 else 512)))
         norm_rows[(N,)](
-            x_NH, x_NH if delta is None else delta, weight_H, sum_NH, out_NH, H,
-            part_rows, rows, eps,
+            x_NH, x_NH if delta is None else delta, weight_H, sum_NH, out_NH, H, part_rows, rows, eps,
             parts, block, early, num_warps=warps, launch_pdl=early,
         )  # fmt: skip
     return sum_NH, out_NH

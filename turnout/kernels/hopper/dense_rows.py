@@ -29,11 +29,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.common.row_gemm import PROCESSORS
-from turnout.kernels.hopper.dense_fp8 import store_sums
+from turnout.kernels.hopper.dense_fp8 import ALIGNED, store_sums
 from turnout.kernels.hopper.schedule import advance, stage_barriers
 
 STEP = 128  # inputs
-ALIGNED = 16  # bytes, of rows of all matrices that the TMA reads
 LEAST_ROWS, MOST_ROWS = 9, 128
 MOST_PARTS = 4  # whoever adds them up reads them all
 # For steps that are loaded ahead: of up to SOME rows it leaves room for programs of the kernel in front.
@@ -172,9 +171,9 @@ def plan(rows: int, outputs: int, inputs: int) -> tuple[Tile, int] | None:
 
 def runs(x_NK: Tensor, weight_MK: Tensor) -> bool:
     """Whether `parts` takes these on this GPU, and takes less than the library."""
-    if not x_NK.is_cuda or torch.cuda.get_device_capability(x_NK.device)[0] != 9:
+    if not (LEAST_ROWS <= len(x_NK) <= MOST_ROWS and x_NK.is_cuda):  # first what prompts of most sizes end at
         return False
-    if not LEAST_ROWS <= len(x_NK) <= MOST_ROWS or plan(len(x_NK), *weight_MK.shape) is None:
+    if torch.cuda.get_device_capability(x_NK.device)[0] != 9 or plan(len(x_NK), *weight_MK.shape) is None:
         return False
     kinds = x_NK.dtype == weight_MK.dtype == torch.bfloat16 and x_NK.stride(1) == weight_MK.stride(1) == 1
     places = x_NK.data_ptr() | x_NK.stride(0) * 2 | weight_MK.data_ptr() | weight_MK.stride(0) * 2
