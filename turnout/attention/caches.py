@@ -16,7 +16,7 @@ from torch import Tensor
 from turnout.attention.delta_rule import DeltaCell
 from turnout.attention.entries import Compressible
 from turnout.attention.indexing import Index
-from turnout.attention.interface import Attention, Chunk
+from turnout.attention.interface import Attention, Chunk, ProjectedHeads
 from turnout.attention.paged import PagedAttention
 from turnout.attention.states import RequestStates
 from turnout.attention.up_projection import UpProjection
@@ -87,6 +87,11 @@ class _ByLayer(Attention):
         self, layer: int, q_NHD: Tensor, sinks_H: Tensor | None = None, out_NHD: Tensor | None = None
     ) -> Tensor:
         return self._attentions[self._numbers[layer]].attend(layer, q_NHD, sinks_H, out_NHD)
+
+    def attend_projected(
+        self, layer: int, projected: ProjectedHeads, sinks_H: Tensor | None = None
+    ) -> Tensor | None:
+        return self._attentions[self._numbers[layer]].attend_projected(layer, projected, sinks_H)
 
     def compiled(self, layer: int) -> tuple[Chunks, Cache] | None:
         return self._attentions[self._numbers[layer]].compiled(layer)

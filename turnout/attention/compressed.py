@@ -82,8 +82,8 @@ class CompressedAttention(TorchAttention):
     def __init__(
         self, group: CacheGroup, *, max_running: int, drafts: int = 0, snapshots: int = 0, **rest: Any
     ) -> None:
-        """drafts: the most that a step verifies of a request. snapshots: slots for these."""
-        super().__init__(group, max_running=max_running, **rest)
+        """snapshots: slots for these. The others are those of `PagedAttention`."""
+        super().__init__(group, max_running=max_running, drafts=drafts, **rest)
         self._recent, self._open = (
             torch.zeros(
                 len(group.layers), max_running + 1 + snapshots, *size, dtype=self.dtype, device=self.device

@@ -7,6 +7,7 @@ slots of a KV cache: places of one token each, C what latent attention keeps of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -18,6 +19,24 @@ if TYPE_CHECKING:
     from turnout.attention.up_projection import UpProjection
     from turnout.kernels.cpu.attention import Cache, Chunks
     from turnout.kernels.cpu.recurrent_layer import Requests
+
+
+@dataclass(frozen=True)
+class ProjectedHeads:
+    """Queries, keys and values of a layer as its projection gives them, and how they are normed and rotated.
+
+    heads: [N, X], contiguous, num_q heads of queries, num_k of keys, then values; or [P, N, X], whose sum
+    over P is meant. cos, sin: [N, D], contiguous, sin with the rotation's sign. weight: [num_q + num_k, D] of
+    an RMS norm of each query and key, with `eps`; None: there is none.
+    """
+
+    heads: Tensor
+    num_q: int
+    num_k: int
+    cos_ND: Tensor
+    sin_ND: Tensor
+    weight_GD: Tensor | None
+    eps: float
 
 
 class Attention(Protocol):
@@ -49,6 +68,13 @@ class Attention(Protocol):
         """As a call, for keys and values that are stored already. out: contiguous, to be filled and returned.
         Raises ValueError if `place` gives None."""
         raise ValueError("keys and values were not stored: place() gives None")
+
+    def attend_projected(
+        self, layer: int, projected: ProjectedHeads, sinks_H: Tensor | None = None
+    ) -> Tensor | None:
+        """As `attend`, of heads that are neither normed nor rotated, whose keys and values it stores. None:
+        it does not, and nothing is done."""
+        return None
 
     def compiled(self, layer: int) -> tuple[Chunks, Cache] | None:
         """What a kernel for CPUs needs that stores keys and values and attends itself, with all else that

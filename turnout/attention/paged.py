@@ -44,16 +44,17 @@ class PagedAttention:
         device: torch.device,
         dtype: torch.dtype,
         fixed_spans: int = 0,
+        drafts: int = 0,
         chosen: Chosen | None = None,
     ):
         """group: its heads are those of this rank. number: of the group in `PagedSequence.kv`. chosen: names
         what computes long prompts, if that is not this. fixed_spans: into so many are contexts cut by kernels
-        that cut them; 0: what suits a batch.
+        that cut them; 0: what suits a batch. drafts: the most that a step verifies of a request.
         """
         self.number, self.chosen = number, chosen
         self.spec = spec = group.spec
         self.index = {layer: i for i, layer in enumerate(group.layers)}  # of the model's layers in the cache
-        self.page_size, self.fixed_spans = page_size, fixed_spans
+        self.page_size, self.fixed_spans, self.drafts = page_size, fixed_spans, drafts
         self.device, self.dtype = device, dtype
         self.processors = 1
         if device.type == "cuda":
@@ -183,20 +184,19 @@ def paged_attention(
     device: torch.device,
     dtype: torch.dtype,
     chosen: Chosen | None = None,
-    drafts: int = 0,
     snapshots: int = 0,
     **rest: Any,
 ) -> PagedAttention:
     """By the backend that was chosen for the group, or else by the first that takes it here.
 
-    Arguments are those of `PagedAttention`, and, where a state is kept of each request, drafts: the most that
-    a step verifies of a request; snapshots: slots for these. Raises ValueError where no backend takes it.
+    Arguments are those of `PagedAttention`, and, where a state is kept of each request, snapshots: slots for
+    these. Raises ValueError where no backend takes it.
     """
     chosen = chosen or choose(group.spec, place_of(device, dtype, page_size))
     if chosen is None:
         raise ValueError(f"no attention backend takes {group.spec} on {device} in {dtype}")
     if keeps_states([group.spec]):
-        rest |= {"drafts": drafts, "snapshots": snapshots}
+        rest["snapshots"] = snapshots
     make = load(ATTENTION_BACKENDS.get(chosen.backend).implementations[group.spec.kind])
     paged: PagedAttention = make(
         group, page_size=page_size, device=device, dtype=dtype, chosen=chosen, **rest

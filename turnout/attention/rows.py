@@ -7,12 +7,12 @@ Legend: N tokens, P pages of the widest context, Hq/Hkv query/KV heads, D head s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from turnout.attention.interface import Attention
+from turnout.attention.interface import Attention, ProjectedHeads
 from turnout.attention.paged import PagedAttention
 
 if TYPE_CHECKING:
@@ -69,10 +69,36 @@ class RowAttention(StoredAttention):
             self._paged.layer_cache(layer),
             self._table_NP,
             self._ends_N,
-            page_size=self._paged.page_size,
-            cut=self._cut,
-            scale=self._paged.spec.scale,
-            window=self._paged.spec.window,
             sinks_H=sinks_H,
             out_BHD=out_NHD,
+            **self._sizes(),
         )
+
+    def attend_projected(
+        self, layer: int, projected: ProjectedHeads, sinks_H: Tensor | None = None
+    ) -> Tensor | None:
+        """Where each row is of a request of its own, and results may depend on the batch."""
+        from turnout.kernels.attention.decode_heads import attend, suits
+
+        paged = self._paged
+        if paged.drafts or paged.fixed_spans or not suits(len(self._slots_N), paged.spec.num_kv_heads):
+            return None
+        return attend(
+            projected,
+            self._paged.layer_cache(layer),
+            self._slots_N,
+            self._table_NP,
+            self._ends_N,
+            sinks_H=sinks_H,
+            **self._sizes(),
+        )
+
+    def _sizes(self) -> dict[str, Any]:
+        """What kernels must know of the cache and of contexts, for all layers alike."""
+        spec = self._paged.spec
+        return {
+            "page_size": self._paged.page_size,
+            "cut": self._cut,
+            "scale": spec.scale,
+            "window": spec.window,
+        }

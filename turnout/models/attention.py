@@ -199,6 +199,10 @@ class Attention(Mixer):
         if place is not None and norm is each:
             if heads is None:
                 heads = product(self._linear, x_NH, self._qkv, self._qkv_bias)
+            projected = interface.ProjectedHeads(heads, *given)
+            out_NHD = attention.attend_projected(self._layer, projected, self._sinks)
+            if out_NHD is not None:
+                return out_NHD
             q_NHD, _ = rows.rotate(heads, *given, store=place)
             return attention.attend(self._layer, q_NHD, self._sinks)
         heads_NX = self._linear(x_NH, self._qkv, self._qkv_bias)

@@ -11,9 +11,14 @@ import torch
 import torch.nn.functional as F
 
 from tests.kernels import interpreter
-from turnout.kernels.attention import prefill
+from turnout.attention.capability import Chosen
+from turnout.attention.interface import ProjectedHeads
+from turnout.attention.kinds import AttentionSpec, CacheGroup
+from turnout.attention.paged import paged_attention
+from turnout.kernels.attention import decode_heads, prefill
 from turnout.kernels.attention.decode import BLOCK, WIDE, Cut, attend
 from turnout.kernels.common.row_gemm import linear
+from turnout.kernels.common.rows import rotate
 from turnout.kernels.common.split_gemm import multiply_part
 
 results = {}
@@ -82,6 +87,74 @@ def prompts(
     return float((out - torch.stack(wanted)).abs().max())
 
 
+def projected(
+    ends: list[int], *, heads=(4, 2), size=16, page=16, splits=1, window=0, sinks=False, normed=True, parts=2
+) -> bool:
+    """As `error`, of heads that are still to be normed and rotated; NaN also where the newest tokens are to
+    be stored. Nothing else in the cache may change."""
+    draw, scale = torch.Generator().manual_seed(len(ends)), 0.3
+    (Hq, Hkv), B, P = heads, len(ends), 1 + -(-max(ends) // page)
+    pages = torch.randperm(B * P, generator=draw).view(B, P)
+    cache = torch.randn(Hkv, B * P * page, 2, size, generator=draw)
+    x_PBX = torch.randn(parts, B, (Hq + 2 * Hkv) * size, generator=draw)
+    turn = torch.randn(B, size // 2, generator=draw)
+    cos, sin = turn.cos().repeat(1, 2), torch.cat((-turn.sin(), turn.sin()), 1)
+    weight = torch.randn(Hq + Hkv, size, generator=draw) if normed else None
+    logits = torch.randn(Hq, generator=draw) if sinks else None
+    q, k, v = x_PBX.sum(0).view(B, -1, size).split((Hq, Hkv, Hkv), dim=1)
+    qk = torch.cat((q, k), 1)
+    if weight is not None:
+        qk = F.rms_norm(qk, (size,), eps=1e-6) * weight
+    qk = qk * cos[:, None] + qk.roll(size // 2, -1) * sin[:, None]
+    wanted, filled = torch.zeros(B, Hq, size), torch.full_like(cache, torch.nan)
+    newest = pages[:, -1] * page  # of padding: a page that nothing uses
+    for b, end in enumerate(ends):
+        slots = (pages[b, :, None] * page + torch.arange(page)).flatten()[max(0, end - (window or end)) : end]
+        if not end:
+            continue
+        newest[b] = slots[-1]
+        filled[:, slots] = cache[:, slots]
+        filled[:, slots[-1]] = torch.stack((qk[b, Hq:], v[b]), dim=1)
+        keys, values = (x.repeat_interleave(Hq // Hkv, 0) for x in filled[:, slots].unbind(2))
+        scores = torch.einsum("hd,hld->hl", qk[b, :Hq], keys) * scale
+        wanted[b] = torch.einsum("hl,hld->hd", shares(scores, logits), values)
+    cache = filled.clone()
+    cache[:, newest] = torch.nan
+    given = ProjectedHeads(x_PBX if parts > 1 else x_PBX[0], Hq, Hkv, cos, sin, weight, 1e-6)
+    rest = {"page_size": page, "scale": scale, "window": window, "sinks_H": logits}
+    found = decode_heads.attend(
+        given, cache, newest, pages, torch.tensor(ends), cut=Cut(splits, BLOCK), **rest
+    )
+    return torch.allclose(found, wanted, atol=1e-5) and torch.allclose(
+        cache, filled, rtol=1e-5, atol=1e-5, equal_nan=True
+    )
+
+
+def rows_of_requests(rows: int = 3, **given: int) -> bool | None:
+    """Whether attention of rows gives of projected heads what it gives of rotated ones; None: nothing."""
+    draw = torch.Generator().manual_seed(rows)
+    spec = AttentionSpec.full(num_heads=4, num_kv_heads=2, head_dim=16)
+    group = CacheGroup(layers=(0,), spec=spec, sharing=())
+    sizes = {"num_pages": 2 * rows, "page_size": 16, "max_running": rows, "max_context": 32}
+    chosen = Chosen(backend="triton", prompts="triton")
+    paged = paged_attention(
+        group, **sizes, device=torch.device("cpu"), dtype=torch.float32, chosen=chosen, **given
+    )
+    paged.cache.normal_(generator=draw)
+    ends, table = torch.randint(1, 33, (rows,), generator=draw), torch.arange(2 * rows).view(rows, 2)
+    attention = paged.rows(table[:, 0] * 16 + ends - 1, table, ends)
+    x = torch.randn(rows, 8 * 16, generator=draw)
+    cos, sin = torch.randn(2, rows, 16, generator=draw)
+    found = attention.attend_projected(0, ProjectedHeads(x, 4, 2, cos, sin, None, 0.0))
+    if found is None:
+        return None
+    cache = paged.cache.clone()
+    paged.cache.normal_(generator=draw.manual_seed(rows))
+    q, _ = rotate(x, 4, 2, cos, sin, None, 0.0, store=attention.place(0))
+    wanted = attention.attend(0, q)
+    return torch.allclose(found, wanted, atol=1e-5) and torch.allclose(cache, paged.cache, atol=1e-5)
+
+
 def parts(N: int, M: int, K: int, piece: int, *, biased: bool = False) -> bool:
     """Whether the parts of a product of a wider matrix add up to it."""
     draw = torch.Generator().manual_seed(N)
@@ -133,6 +206,23 @@ results["prompts-window-sinks"] = (
     and prompts(spans, heads=(8, 1), size=64, window=128, sinks=True) < 1e-5
 )
 results["prompts-large-heads"] = prompts([(0, 70), (60, 80)], heads=(2, 1), size=256, window=20) < 1e-5
+results["projected"] = all(
+    projected([1, 5, 17, 0, 64, 65, 66, 130], parts=parts, normed=normed)
+    for parts, normed in ((1, True), (2, False), (3, True))
+)
+results["projected-splits"] = projected([300, 7, 129, 0, 257, 256], splits=4) and projected([70], splits=2)
+results["projected-heads"] = (
+    projected([90, 33], heads=(6, 2), size=24, page=4)
+    and projected([70, 3], heads=(20, 1), size=32)
+    and projected([40], heads=(2, 2), size=8)
+)
+results["projected-window-sinks"] = all(
+    projected([1, 5, 17, 130, 0, 300], heads=(8, 1), size=64, sinks=sinks, window=window, splits=splits)
+    for sinks, window, splits in ((True, 0, 1), (True, 70, 2), (False, 8, 1), (True, 1, 1))
+)
+results["projected-rows"] = rows_of_requests() is True and all(
+    rows_of_requests(**given) is None for given in ({"drafts": 1}, {"fixed_spans": 8}, {"rows": 129})
+)
 results["parts"] = all(parts(3, 70, K, 32, biased=biased) for K in (128, 144, 40) for biased in (False, True))
 results["product"] = product(1, 70, 128, bias=True) and product(0, 8, 64)
 results["product-odd"] = product(37, 5, 72) and product(37, 64, 72, bias=True, rows=16)

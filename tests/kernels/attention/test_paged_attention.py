@@ -45,6 +45,11 @@ def results() -> dict[str, bool]:
         "prompts-sinks",
         "prompts-window-sinks",
         "prompts-large-heads",
+        "projected",
+        "projected-splits",
+        "projected-heads",
+        "projected-window-sinks",
+        "projected-rows",
         "parts",
         "product",
         "product-odd",
@@ -159,6 +164,45 @@ def test_on_a_gpu(dtype: torch.dtype, splits: int, D: int, block: int):
         wanted = F.scaled_dot_product_attention(q[b, :, None].double(), k, v)[:, 0] if end else 0
         error = (found[b].double() - wanted).abs().max()
         assert error < (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 8])
+@pytest.mark.parametrize(("Hq", "Hkv", "D", "parts"), [(32, 4, 128, 4), (16, 16, 64, 1), (12, 2, 96, 2)])
+def test_heads_are_rotated_where_they_attend_on_a_gpu(Hq: int, Hkv: int, D: int, parts: int, splits: int):
+    """Next to rotation with a store and attention in launches of their own; behind a product of 100 us."""
+    from turnout.attention.interface import ProjectedHeads
+    from turnout.kernels.attention import decode, decode_heads
+    from turnout.kernels.common.rows import rotate
+
+    torch.manual_seed(0)
+    ends, page = torch.tensor([1, 0, 4000, 777, 16, 65]), 16
+    B = len(ends)
+    pages = torch.randperm(B * 256).view(B, 256)
+    slots = (pages[:, :, None] * page + torch.arange(page)).flatten(1)[torch.arange(B), ends - 1].cuda()
+    cache = torch.randn(Hkv, B * 256 * page, 2, D).bfloat16().cuda()
+    cache[:, slots] = torch.nan
+    x = torch.randn(parts, B, (Hq + 2 * Hkv) * D).cuda()
+    angles = torch.randn(B, D // 2)
+    cos = angles.cos().repeat(1, 2).bfloat16().cuda()
+    sin = torch.cat((-angles.sin(), angles.sin()), 1).bfloat16().cuda()
+    weight = torch.rand(Hq + Hkv, D).bfloat16().cuda()
+    rest = {"page_size": page, "cut": decode.Cut(splits, 64), "scale": D**-0.5}
+    pages, ends, large = pages.cuda(), ends.cuda(), torch.randn(4096, 4096).bfloat16().cuda()
+    wanted_cache, given = cache.clone(), torch.full_like(x, torch.nan)
+    q, _ = rotate(x, Hq, Hkv, cos, sin, weight, 1e-6, store=(wanted_cache, slots))
+    wanted = decode.attend(q, wanted_cache, pages, ends, **rest)
+    large @ large
+    given.copy_(x)
+    projected = ProjectedHeads(given, Hq, Hkv, cos, sin, weight, 1e-6)
+    found = decode_heads.attend(projected, cache, slots, pages, ends, **rest)
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=1e-2)
+    held = ends > 0
+    kept, wanted_kept = cache[:, slots[held]], wanted_cache[:, slots[held]]
+    torch.testing.assert_close(kept[:, :, 0], wanted_kept[:, :, 0], rtol=1e-2, atol=1e-2)
+    assert torch.equal(kept[:, :, 1], wanted_kept[:, :, 1])
+    cache[:, slots] = wanted_cache[:, slots] = 0
+    assert torch.equal(cache, wanted_cache)
 
 
 @pytest.mark.gpu

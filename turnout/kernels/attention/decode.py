@@ -38,17 +38,49 @@ def spans_of(end, SPLITS, TOKENS: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(base, d, known, D: tl.constexpr):
-    """Keys and values [TOKENS, DP] at `base` [TOKENS], both on their way before either is used."""
-    held = known[:, None] & (d[None, :] < D)
+def load_tile(
+    cache_ptr, pages_ptr, first, stop, d, known_d, D: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr
+):
+    """Values d of keys and values [TOKENS, DP] of a head from token `first` on, both on their way before
+    either is used; and which tokens are before `stop`. pages_ptr: of the context."""
+    place = first + tl.arange(0, TOKENS)
+    known = place < stop
+    page = tl.load(pages_ptr + place // PAGE, mask=known, other=0)
+    base = cache_ptr + (page.to(tl.int64) * PAGE + place % PAGE) * (2 * D)
+    held = known[:, None] & known_d[None, :]
     k = tl.load(base[:, None] + d[None, :], mask=held, other=0.0)
-    return k, tl.load(base[:, None] + D + d[None, :], mask=held, other=0.0)
+    return k, tl.load(base[:, None] + D + d[None, :], mask=held, other=0.0), known
 
 
 @triton.jit
-def _scores(q, k, known, scale):
+def weigh(best, total, acc, q, k, v, known, scale):
+    """The softmax so far, its highest scores [GP], sums [GP] and weighted values [GP, DP], and a tile's."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    return tl.where(known[None, :], scores, float("-inf"))
+    scores = tl.where(known[None, :], scores, float("-inf"))
+    higher = tl.maximum(best, tl.max(scores, 1))
+    shrink = tl.exp2(best - higher)
+    p = tl.exp2(scores - higher[:, None])
+    acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    return higher, total * shrink + tl.sum(p, 1), acc
+
+
+@triton.jit
+def leave(
+    best, total, acc, sinks_ptr, out_ptr, partial_ptr, lse_ptr, rows, split, SPLITS, used, once, d, held,
+    D: tl.constexpr, ONE: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """What a span gives, for `join_spans`; of a context that is one span out itself. sinks_ptr: of rows [GP];
+    once: which rows count."""
+    if ONE or used <= 1:
+        if SINKS:
+            sink = tl.load(sinks_ptr, mask=once, other=0.0) * 1.4426950408889634  # log2(e)
+            total += tl.where(total > 0, tl.exp2(sink - best), 0.0)
+        mean = acc / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(out_ptr + rows[:, None] * D + d[None, :], mean.to(out_ptr.dtype.element_ty), mask=held)
+    else:
+        to = rows * SPLITS + split
+        tl.store(lse_ptr + to, best + tl.log2(total), mask=once)
+        tl.store(partial_ptr + to[:, None] * D + d[None, :], acc / total[:, None], mask=held)
 
 
 @triton.jit(do_not_specialize=["P", "SPLITS"])
@@ -89,28 +121,14 @@ def attend_span(
     total = tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, DP], tl.float32)
     for at in range(start, stop, TOKENS):
-        place = at + tl.arange(0, TOKENS)
-        known = place < stop
-        page = tl.load(table_ptr + b * P + place // PAGE, mask=known, other=0)
-        base = cache_ptr + h * head_stride + (page.to(tl.int64) * PAGE + place % PAGE) * (2 * D)
-        k, v = _load_tile(base, d, known, D)
-        scores = _scores(q, k, known, scale)
-        higher = tl.maximum(best, tl.max(scores, 1))
-        shrink = tl.exp2(best - higher)
-        p = tl.exp2(scores - higher[:, None])
-        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        total = total * shrink + tl.sum(p, 1)
-        best = higher
-    if ONE or used <= 1:
-        if SINKS:
-            sink = tl.load(sinks_ptr + h * G + g, mask=g < G, other=0.0) * 1.4426950408889634  # log2(e)
-            total += tl.where(total > 0, tl.exp2(sink - best), 0.0)
-        mean = acc / tl.where(total > 0, total, 1.0)[:, None]
-        tl.store(out_ptr + rows[:, None] * D + d[None, :], mean.to(out_ptr.dtype.element_ty), mask=held)
-    else:
-        to = rows * SPLITS + split
-        tl.store(lse_ptr + to, best + tl.log2(total), mask=g < G)
-        tl.store(partial_ptr + to[:, None] * D + d[None, :], acc / total[:, None], mask=held)
+        k, v, known = load_tile(
+            cache_ptr + h * head_stride, table_ptr + b * P, at, stop, d, d < D, D, PAGE, TOKENS
+        )
+        best, total, acc = weigh(best, total, acc, q, k, v, known, scale)
+    leave(
+        best, total, acc, sinks_ptr + h * G + g, out_ptr, partial_ptr, lse_ptr, rows, split, SPLITS, used,
+        g < G, d, held, D, ONE, SINKS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -226,10 +244,7 @@ def attend(
     G, DP, splits = Hq // Hkv, max(16, triton.next_power_of_2(D)), cut.splits
     early = launches_early(q_BHD.device)
     sinks = q_BHD if sinks_H is None else sinks_H
-    partial, lse = out_BHD, out_BHD
-    if splits > 1:
-        partial = torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q_BHD.device)
-        lse = torch.empty(B, Hq, splits, dtype=torch.float32, device=q_BHD.device)
+    partial, lse = partial_results(out_BHD, splits)
     attend_span[(B, Hkv, splits)](
         q_BHD, cache_HS2D, table_BP, ends_B, sinks, out_BHD, partial, lse,
         scale * math.log2(math.e), cache_HS2D.stride(0), table_BP.shape[1], Hkv, splits,
@@ -237,9 +252,34 @@ def attend(
         sinks_H is not None, early, launch_pdl=early,
     )  # fmt: skip
     if splits > 1:
-        columns = min(DP, max(16, JOINED // splits))  # by nothing of the batch, for --deterministic
-        join_spans[(B * Hq, triton.cdiv(D, columns))](
-            partial, lse, sinks, ends_B, out_BHD, Hq, D, columns, splits, sinks_H is not None, cut.block,
-            window, early, launch_pdl=early,
-        )  # fmt: skip
+        join(partial, lse, sinks_H, ends_B, out_BHD, cut, window)
     return out_BHD
+
+
+def partial_results(out_BHD: Tensor, splits: int) -> tuple[Tensor, Tensor]:
+    """Memory for what spans give: results [B, Hq, N, D] and log-sum-exps [B, Hq, N]; none for one span."""
+    if splits == 1:
+        return out_BHD, out_BHD
+    B, Hq, D = out_BHD.shape
+    partial = torch.empty(B, Hq, splits, D, dtype=torch.float32, device=out_BHD.device)
+    return partial, torch.empty(B, Hq, splits, dtype=torch.float32, device=out_BHD.device)
+
+
+def join(
+    partial: Tensor,
+    lse: Tensor,
+    sinks_H: Tensor | None,
+    ends_B: Tensor,
+    out_BHD: Tensor,
+    cut: Cut,
+    window: int,
+) -> None:
+    """Fill out with what the spans of contexts gave; see `join_spans`."""
+    B, Hq, D = out_BHD.shape
+    early = launches_early(out_BHD.device)
+    DP = max(16, triton.next_power_of_2(D))
+    columns = min(DP, max(16, JOINED // cut.splits))  # by nothing of the batch, for --deterministic
+    join_spans[(B * Hq, triton.cdiv(D, columns))](
+        partial, lse, out_BHD if sinks_H is None else sinks_H, ends_B, out_BHD, Hq, D, columns, cut.splits,
+        sinks_H is not None, cut.block, window, early, launch_pdl=early,
+    )  # fmt: skip

@@ -1,0 +1,244 @@
+"""Attention of one query token per sequence from what its projection gives (Triton): heads are normed and
+rotated, and its key and value stored, by the programs that attend with them.
+
+In steps of few tokens the launch of `rows.rotate_heads` and the wait for what it wrote took longer than its
+work. Here each program turns the queries of its KV head itself, and the first keys and values of its span are
+on their way while the projection is still computed. No two rows may be of one sequence: a program reads the
+keys of older tokens, and takes the newest from its registers.
+
+Legend: as decode.py; P parts of a product (split_gemm.py), X values of a row of it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from turnout.attention.interface import ProjectedHeads
+from turnout.kernels.attention.decode import (
+    Cut,
+    join,
+    leave,
+    load_tile,
+    partial_results,
+    spans_of,
+    weigh,
+)
+from turnout.kernels.common.dependent import launches_early
+
+PROGRAMS = 256  # rows times KV heads, up to which this takes less; see `suits`
+WARPS = 8
+
+
+@triton.jit
+def _sum_of_parts(at, part_stride, mask, PARTS: tl.constexpr):
+    x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(at + part * part_stride, mask=mask, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _load_halves(at, mask, HALF: tl.constexpr):
+    return (
+        tl.load(at, mask=mask, other=0.0).to(tl.float32),
+        tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32),
+    )
+
+
+@triton.jit
+def _turned(
+    at, gains, cos, sin, mask, part_stride, eps, kind: tl.constexpr,
+    HALF: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Both halves [., HP] of heads `at` [., HP], normed and rotated, as `kind`."""
+    low = _sum_of_parts(at, part_stride, mask, PARTS)
+    high = _sum_of_parts(at + HALF, part_stride, mask, PARTS)
+    if NORM:
+        scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / (2 * HALF) + eps)[:, None]
+        low *= scale * gains[0]
+        high *= scale * gains[1]
+    return (low * cos[0] + high * sin[0]).to(kind), (high * cos[1] + low * sin[1]).to(kind)
+
+
+@triton.jit
+def _load_gains(
+    weight_ptr, h, Hkv, G: tl.constexpr, GQ: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr,
+    NORM: tl.constexpr,
+):  # fmt: skip
+    """Halves of the norm's weight, of KV head h's queries [GQ, HP] and of its key [1, HP]."""
+    gains = (0.0, 0.0)
+    key_gains = (0.0, 0.0)
+    if NORM:
+        g = tl.arange(0, GQ)[:, None]
+        j = tl.arange(0, HP)[None, :]
+        gains = _load_halves(weight_ptr + (h * G + g) * HALF * 2 + j, (g < G) & (j < HALF), HALF)
+        key_gains = _load_halves(weight_ptr + (Hkv * G + h) * HALF * 2 + j, j < HALF, HALF)
+    return gains, key_gains
+
+
+@triton.jit
+def _turned_heads(
+    heads_ptr, cos_ptr, sin_ptr, gains, h, Hkv, newest, part_stride, eps, kind: tl.constexpr,
+    G: tl.constexpr, GQ: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """Halves of KV head h's queries [GQ, HP], and of its key [1, HP] if `newest`, of a row at heads_ptr."""
+    g = tl.arange(0, GQ)[:, None]
+    j = tl.arange(0, HP)[None, :]
+    cos = _load_halves(cos_ptr + j, j < HALF, HALF)
+    sin = _load_halves(sin_ptr + j, j < HALF, HALF)
+    at, held = heads_ptr + (h * G + g) * HALF * 2 + j, (g < G) & (j < HALF)
+    q = _turned(at, gains[0], cos, sin, held, part_stride, eps, kind, HALF, NORM, PARTS)
+    at, held = heads_ptr + (Hkv * G + h) * HALF * 2 + j, (j < HALF) & newest
+    return q, _turned(at, gains[1], cos, sin, held, part_stride, eps, kind, HALF, NORM, PARTS)
+
+
+@triton.jit
+def _columns(D: tl.constexpr, DP: tl.constexpr):
+    """Columns [DP] of a head, both halves padded to a power of two, and which exist."""
+    d = tl.arange(0, DP)
+    if D == DP:
+        return d, d < D
+    else:
+        j = d % (DP // 2)
+        return d // (DP // 2) * (D // 2) + j, j < D // 2
+
+
+@triton.jit
+def _store_newest(to_ptr, key, value, d, known_d, newest, HP: tl.constexpr, HALF: tl.constexpr):
+    j = tl.arange(0, HP)[None, :]
+    tl.store(to_ptr + j, key[0], mask=(j < HALF) & newest)
+    tl.store(to_ptr + HALF + j, key[1], mask=(j < HALF) & newest)
+    tl.store(to_ptr + 2 * HALF + d[None, :], value, mask=known_d[None, :] & newest)
+
+
+@triton.jit
+def _begin(q, key, value, newest, scale, GQ: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr):
+    """Queries [GP, DP], and the softmax of the newest token alone: highest scores, sums, weighted values. A
+    number that no score is lower than keeps spans without it, and rows without tokens, free of NaN."""
+    score = tl.sum(q[0].to(tl.float32) * key[0].to(tl.float32), 1)
+    score += tl.sum(q[1].to(tl.float32) * key[1].to(tl.float32), 1)
+    score = tl.broadcast_to(score[None, :], (GP // GQ, GQ)).reshape(GP) * scale
+    both = tl.join(q[0], q[1]).permute(0, 2, 1).reshape(1, GQ, DP)
+    both = tl.broadcast_to(both, (GP // GQ, GQ, DP)).reshape(GP, DP)
+    total = tl.zeros([GP], tl.float32) + tl.where(newest, 1.0, 0.0)
+    acc = tl.zeros([GP, DP], tl.float32) + value.to(tl.float32)
+    return both, tl.where(newest, score, -1e30), total, acc
+
+
+@triton.jit(do_not_specialize=["N", "P", "SPLITS"])
+def attend_heads(
+    heads_ptr, weight_ptr, cos_ptr, sin_ptr, slots_ptr, cache_ptr, table_ptr, ends_ptr, sinks_ptr,
+    out_ptr, partial_ptr, lse_ptr,
+    scale, eps, N, row_stride, head_stride, P, Hkv, SPLITS,
+    G: tl.constexpr, GQ: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    PAGE: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr, ONE: tl.constexpr,
+    SINKS: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `decode.attend_span`, of heads [N, X] that are neither normed nor rotated: Hq of queries, Hkv of
+    keys, Hkv of values; the sum of PARTS, N rows apart. What is left of keys and values goes to
+    cache[:, slots[b]] if ends[b] is not 0.
+
+    weight [Hq + Hkv, D] if NORM; cos, sin [N, D], sin with the rotation's sign. GQ: G's power of two. Ends,
+    pages, and what the cache holds of older tokens are read before the kernel in front has ended: kernels
+    that wait for those in front of them have written them.
+    """
+    HALF: tl.constexpr = D // 2
+    HP: tl.constexpr = DP // 2
+    kind: tl.constexpr = cache_ptr.dtype.element_ty
+    b = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    once = tl.arange(0, GP) < G  # queries are there more than once, as `tl.dot` wants 16
+    d, known_d = _columns(D, DP)
+    end = tl.load(ends_ptr + b)
+    low, span, used = spans_of(end, SPLITS, TOKENS, WINDOW)
+    start = low + split * span
+    stop = tl.minimum(start + span, end)
+    newest = (start < end) & (stop == end)  # a context's last token, which this row is
+    older = tl.minimum(stop, end - 1)
+    cache = cache_ptr + h * head_stride
+    pages = table_ptr + b * P
+    k, v, known = load_tile(cache, pages, start, older, d, known_d, D, PAGE, TOKENS)
+    gains = _load_gains(weight_ptr, h, Hkv, G, GQ, HP, HALF, NORM)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if split >= tl.maximum(used, 1):
+        return
+    part_stride = N.to(tl.int64) * row_stride
+    row = heads_ptr + b * row_stride
+    q, key = _turned_heads(
+        row, cos_ptr + b * D, sin_ptr + b * D, gains, h, Hkv, newest, part_stride, eps, kind, G, GQ, HP,
+        HALF, NORM, PARTS,
+    )  # fmt: skip
+    at = row + (Hkv * (G + 1) + h) * D + d[None, :]
+    value = _sum_of_parts(at, part_stride, known_d[None, :] & newest, PARTS).to(kind)
+    to = cache + 2 * D * tl.load(slots_ptr + b).to(tl.int64)
+    _store_newest(to, key, value, d, known_d, newest, HP, HALF)
+    q, best, total, acc = _begin(q, key, value, newest, scale, GQ, GP, DP)
+    best, total, acc = weigh(best, total, acc, q, k, v, known, scale)
+    for first in range(start + TOKENS, older, TOKENS):
+        k, v, known = load_tile(cache, pages, first, older, d, known_d, D, PAGE, TOKENS)
+        best, total, acc = weigh(best, total, acc, q, k, v, known, scale)
+    rows = (b * Hkv + h) * G + tl.arange(0, GP) % GQ
+    leave(
+        best, total, acc, sinks_ptr + rows % (Hkv * G), out_ptr, partial_ptr, lse_ptr, rows, split, SPLITS,
+        used, once, d, once[:, None] & known_d[None, :], D, ONE, SINKS,
+    )  # fmt: skip
+
+
+def suits(rows: int, num_kv_heads: int) -> bool:
+    """Whether so many rows take less than by kernels that rotate and then attend.
+
+    Qwen3-30B's decode steps on an H200 (docs/notes/serving.md), in ms: 16 requests of 190 tokens 4.60 rather
+    than 4.96, 64 6.90 than 6.99; with 128 requests, 512 programs, 7.64 rather than 7.60, with 256 10.2 than
+    9.7.
+    """
+    return rows * num_kv_heads <= PROGRAMS
+
+
+def attend(
+    projected: ProjectedHeads,
+    cache_HS2D: Tensor,
+    slots_B: Tensor,
+    table_BP: Tensor,
+    ends_B: Tensor,
+    *,
+    page_size: int,
+    cut: Cut,
+    scale: float,
+    window: int = 0,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """[B, Hq, D] in the cache's dtype, as `rows.rotate` with `store` and then `decode.attend` give it.
+
+    Each row is of a sequence of its own. projected: heads contiguous. slots: int64 [B];
+    table, ends and the others as of `decode.attend`, with the token of the step counted.
+    """
+    heads, Hq, Hkv = projected.heads, projected.num_q, projected.num_k
+    B, D = projected.cos_ND.shape
+    out_BHD = torch.empty(B, Hq, D, dtype=cache_HS2D.dtype, device=cache_HS2D.device)
+    if not B:
+        return out_BHD
+    G, splits, weight = Hq // Hkv, cut.splits, projected.weight_GD
+    GQ, early = triton.next_power_of_2(G), launches_early(out_BHD.device)
+    partial, lse = partial_results(out_BHD, splits)
+    attend_heads[(B, Hkv, splits)](
+        heads, out_BHD if weight is None else weight, projected.cos_ND, projected.sin_ND, slots_B,
+        cache_HS2D, table_BP, ends_B, out_BHD if sinks_H is None else sinks_H, out_BHD, partial, lse,
+        scale * math.log2(math.e), projected.eps, B, heads.stride(-2), cache_HS2D.stride(0),
+        table_BP.shape[1], Hkv, splits,
+        G, GQ, max(16, GQ), D, max(16, triton.next_power_of_2(D)), page_size, cut.block, window,
+        splits == 1, sinks_H is not None, weight is not None, len(heads) if heads.dim() == 3 else 1, early,
+        num_warps=WARPS, launch_pdl=early,
+    )  # fmt: skip
+    if splits > 1:
+        join(partial, lse, sinks_H, ends_B, out_BHD, cut, window)
+    return out_BHD
