@@ -7,8 +7,7 @@ slots of a KV cache: places of one token each, C what latent attention keeps of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
     from turnout.kernels.cpu.recurrent_layer import Requests
 
 
-@dataclass(frozen=True)
-class ProjectedHeads:
+class ProjectedHeads(NamedTuple):
     """Queries, keys and values of a layer as its projection gives them, and how they are normed and rotated.
 
     heads: [N, X], contiguous, num_q heads of queries, num_k of keys, then values; or [P, N, X], whose sum

@@ -84,7 +84,7 @@ class RowAttention(StoredAttention):
         if paged.drafts or paged.fixed_spans or not suits(len(self._slots_N), paged.spec.num_kv_heads):
             return None
         return attend(
-            projected,
+            *projected,
             self._paged.layer_cache(layer),
             self._slots_N,
             self._table_NP,

@@ -40,11 +40,29 @@ class Hidden:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LateChoice:
+    """The scores of one token whose experts the runner's own kernels choose, by their softmax.
+
+    logits: float32 [P, 1, E], whose sum over P is meant. of_all: weights are shares of all experts' softmax,
+    not of the chosen ones'; times `scaling` either way. real: bool [1], False if the token is padding.
+    counts: int64 [E], grow by the choices.
+    """
+
+    logits_P1E: Tensor
+    top_k: int
+    of_all: bool
+    scaling: float
+    real_1: Tensor | None
+    counts_E: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
 class TokensBatch:
     """Layout "tokens": the runner applies the top-k weights and sums over k, giving [T, H].
 
     adds_parts: it may leave a sum to whoever reads the result, and give parts [P, T, H], the last dimension
-    contiguous, which hold until any layer's next call; rows of padding are then of any value.
+    contiguous, which hold until any layer's next call; rows of padding are then of any value. choice: for a
+    runner that `chooses`, and then ids and weights hold nothing.
     """
 
     layout: ClassVar[Layout] = Layout.TOKENS
@@ -52,6 +70,7 @@ class TokensBatch:
     topk_ids: Tensor  # int32 [T, k], global expert ids, -1 is padding
     topk_weights: Tensor  # float32 [T, k]
     adds_parts: bool = False
+    choice: LateChoice | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,6 +92,15 @@ class RoutedExperts(Protocol):
 
 
 @runtime_checkable
+class ChoosingExperts(Protocol):
+    """A runner whose kernels may choose one token's experts themselves."""
+
+    def chooses(self, num_experts: int, top_k: int) -> bool:
+        """Whether a batch of one token may come with a `LateChoice` of so many."""
+        ...
+
+
+@runtime_checkable
 class PlainExpert(Protocol):
     """A shared expert that may be no more than its weights."""
 

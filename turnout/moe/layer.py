@@ -18,10 +18,11 @@ from torch.nn import functional as F
 
 from turnout.formats.experts import ExpertWeights
 from turnout.kernels.common import rowwise
-from turnout.moe.batch import TokensBatch
+from turnout.moe.batch import LateChoice, TokensBatch
 from turnout.moe.capabilities.declared import DISPATCHERS
 from turnout.moe.in_flight import Chunk, Fork, InFlight, StagedBatch, at_once, fork_on, in_chunks
 from turnout.moe.interface import (
+    ChoosingExperts,
     Dispatcher,
     DispatchSetup,
     Experts,
@@ -114,16 +115,21 @@ class MoELayer:
         row_expert = self._row_expert if len(x_TH) == 1 and logits_PTE is not None else None
         shared = self._start_shared(x_TH) if row_expert is None else None
         whole_TH = x_TH
-        x_TH, ids_TK, weights_TK = self._route(x_TH, real_T, logits_PTE, token_ids_T)
+        choice = self._late_choice(x_TH, real_T, logits_PTE)
+        if choice is None:
+            x_TH, ids_TK, weights_TK = self._route(x_TH, real_T, logits_PTE, token_ids_T)
+        else:
+            ids_TK = torch.empty(1, choice.top_k, dtype=torch.int32, device=x_TH.device)
+            weights_TK = torch.empty(1, choice.top_k, device=x_TH.device)
         # Its weights are on their way while one program chooses.
         add = None if row_expert is None else row_expert.begin_row(whole_TH)
         dispatcher, experts = self._dispatchers[phase], self._runner
         combined = []
         for chunk in self._chunks(x_TH, ids_TK, weights_TK, phase, tokens):  # one, if buffers hold a step
             batch, state = dispatcher.dispatch(*chunk)
-            if adds_parts and self._is_whole_sum:
+            if self._is_whole_sum:
                 assert isinstance(batch, TokensBatch)
-                batch = replace(batch, adds_parts=True)
+                batch = replace(batch, adds_parts=adds_parts, choice=choice)
             out = experts(batch)
             combined.append(dispatcher.combine(out, state))
         return self._finish(combined, shared, phase) if add is None else add(combined[0])
@@ -224,6 +230,17 @@ class MoELayer:
         if self.spec.routing.on_input:
             return (x_TH * weights_TK).to(x_TH.dtype), ids_TK, (ids_TK >= 0).to(weights_TK.dtype)
         return x_TH, ids_TK, weights_TK
+
+    def _late_choice(
+        self, x_TH: Tensor, real_T: Tensor | None, logits_PTE: Tensor | None
+    ) -> LateChoice | None:
+        """Of one token whose logits are known, where the runner's kernels choose, which saves a launch."""
+        if len(x_TH) != 1 or logits_PTE is None or not self._is_whole_sum or self.spec.routing.on_input:
+            return None
+        runner, spec = self._runner, self.spec
+        if not isinstance(runner, ChoosingExperts) or not runner.chooses(spec.num_experts, spec.top_k):
+            return None
+        return self._router.late(logits_PTE, real_T, self.expert_counts)
 
     def _chunks(
         self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, phase: Phase, tokens: Sequence[int] | None

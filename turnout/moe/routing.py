@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from turnout.kernels import cpu
+from turnout.moe.batch import LateChoice
 from turnout.moe.spec import Routing
 from turnout.packages import runs_triton
 from turnout.vocabulary import RoutingKind
@@ -47,6 +48,9 @@ class Router:
         self._routing, self._top_k, self._correction_bias = routing, top_k, correction_bias
         self._choose = _one_kernel(device, num_experts, routing, correction_bias, experts_of_token)
         self.adds_parts = device.type == "cuda" and self._choose is not None
+        # Whether a runner may choose in its place: by the softmax alone.
+        by_softmax = routing.kind in (RoutingKind.SOFTMAX_TOPK, RoutingKind.TOPK_SOFTMAX)
+        self._may_be_late = self.adds_parts and by_softmax and experts_of_token is None
 
     def __call__(
         self,
@@ -79,6 +83,20 @@ class Router:
         chosen = ids_TK.flatten().long()
         counts_E.scatter_add_(0, chosen.clamp(min=0), (chosen >= 0).long())
         return ids_TK, weights_TK
+
+    def late(self, logits_P1E: Tensor, real_1: Tensor | None, counts_E: Tensor) -> LateChoice | None:
+        """For one token, what a runner's kernels choose by; None where they cannot choose as a call does."""
+        if not self._may_be_late:
+            return None
+        of_all = self._routing.kind == RoutingKind.SOFTMAX_TOPK and not self._routing.renormalize
+        return LateChoice(
+            logits_P1E=logits_P1E,
+            top_k=self._top_k,
+            of_all=of_all,
+            scaling=self._routing.scaling_factor,
+            real_1=real_1,
+            counts_E=counts_E,
+        )
 
 
 def _one_kernel(

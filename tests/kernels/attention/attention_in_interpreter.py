@@ -120,10 +120,10 @@ def projected(
         wanted[b] = torch.einsum("hl,hld->hd", shares(scores, logits), values)
     cache = filled.clone()
     cache[:, newest] = torch.nan
-    given = ProjectedHeads(x_PBX if parts > 1 else x_PBX[0], Hq, Hkv, cos, sin, weight, 1e-6)
+    given = x_PBX if parts > 1 else x_PBX[0], Hq, Hkv, cos, sin, weight, 1e-6
     rest = {"page_size": page, "scale": scale, "window": window, "sinks_H": logits}
     found = decode_heads.attend(
-        given, cache, newest, pages, torch.tensor(ends), cut=Cut(splits, BLOCK), **rest
+        *given, cache, newest, pages, torch.tensor(ends), cut=Cut(splits, BLOCK), **rest
     )
     return torch.allclose(found, wanted, atol=1e-5) and torch.allclose(
         cache, filled, rtol=1e-5, atol=1e-5, equal_nan=True

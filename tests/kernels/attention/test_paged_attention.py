@@ -171,7 +171,6 @@ def test_on_a_gpu(dtype: torch.dtype, splits: int, D: int, block: int):
 @pytest.mark.parametrize(("Hq", "Hkv", "D", "parts"), [(32, 4, 128, 4), (16, 16, 64, 1), (12, 2, 96, 2)])
 def test_heads_are_rotated_where_they_attend_on_a_gpu(Hq: int, Hkv: int, D: int, parts: int, splits: int):
     """Next to rotation with a store and attention in launches of their own; behind a product of 100 us."""
-    from turnout.attention.interface import ProjectedHeads
     from turnout.kernels.attention import decode, decode_heads
     from turnout.kernels.common.rows import rotate
 
@@ -194,8 +193,8 @@ def test_heads_are_rotated_where_they_attend_on_a_gpu(Hq: int, Hkv: int, D: int,
     wanted = decode.attend(q, wanted_cache, pages, ends, **rest)
     large @ large
     given.copy_(x)
-    projected = ProjectedHeads(given, Hq, Hkv, cos, sin, weight, 1e-6)
-    found = decode_heads.attend(projected, cache, slots, pages, ends, **rest)
+    projected = given, Hq, Hkv, cos, sin, weight, 1e-6
+    found = decode_heads.attend(*projected, cache, slots, pages, ends, **rest)
     torch.testing.assert_close(found, wanted, rtol=2e-2, atol=1e-2)
     held = ends > 0
     kept, wanted_kept = cache[:, slots[held]], wanted_cache[:, slots[held]]

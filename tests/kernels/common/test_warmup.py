@@ -22,7 +22,6 @@ from triton.runtime.jit import JITFunction
 from tests.kernels.bound import bound
 from tools.dense_fp8 import MATRICES
 from turnout import kernels
-from turnout.attention.interface import ProjectedHeads
 from turnout.attention.paged import pack_together, unpacked
 from turnout.engine.warmup import prompt_sizes
 from turnout.kernels.attention import (
@@ -325,9 +324,9 @@ def row_attention(size: int) -> None:
             cut = decode.cut_of(size, kv, dim, 2, 4096, 0, processors)
             decode.attend(b16(size, 8 * kv, dim), cache, table, ends, page_size=PAGE, cut=cut, scale=0.1)
             of_rows = torch.empty(4, size, 10 * kv * dim), 8 * kv, kv, b16(size, dim), b16(size, dim)
-            heads = ProjectedHeads(*of_rows, b16(9 * kv, dim), 1e-6)
+            heads = *of_rows, b16(9 * kv, dim), 1e-6
             slots = torch.zeros(size, dtype=torch.int64)
-            decode_heads.attend(heads, cache, slots, table, ends, page_size=PAGE, cut=cut, scale=0.1)
+            decode_heads.attend(*heads, cache, slots, table, ends, page_size=PAGE, cut=cut, scale=0.1)
         splits = decode.cut_of(size, HKV, D, 2, 4096, 0, processors).splits
         sizes = {"latent_dim": 512, "page_size": PAGE, "splits": splits, "scale": 0.1}
         latent.attend(b16(size, 16, 576), LATENTS, table, ends, **sizes)

@@ -33,7 +33,7 @@ from torch import Tensor
 from turnout.attention.caches import AttentionCaches
 from turnout.attention.paged import PagedAttention
 from turnout.attention.states import Rows
-from turnout.engine.cuda_graph_policy import FEW_SPANS, SHORT_CONTEXT
+from turnout.engine.cuda_graph_policy import short_context
 from turnout.engine.ranks.step_sync import SyncedStep
 from turnout.engine.scheduler.scheduler import Chunk
 from turnout.engine.step.rehearsal import Rehearsal, nothing
@@ -113,6 +113,7 @@ class DecodeGraphs:
         self.drawn_R = self._inputs_X[:num_drawn]
         self._logits_BV = torch.zeros(self.sizes[-1], model.shape.vocab_size, device=self._device)
         self._graphs: dict[tuple[int, bool], Captured] = {}  # by size, and whether all contexts are short
+        self._shorts: dict[int, int] = {}  # tokens of a short context by size, 0 where there is one graph
         self._pool = pool
         with rehearse() as rehearsed:
             for size in self.sizes if rehearsed else ():
@@ -135,7 +136,7 @@ class DecodeGraphs:
 
     def graph_of(self, size: int, longest: int) -> Captured:
         """longest: tokens of the longest context of any rank, so that all ranks replay the same one."""
-        return self._graphs.get((size, longest <= SHORT_CONTEXT)) or self._graphs[size, False]
+        return self._graphs[size, longest <= self._shorts[size]]
 
     def run(self, chunks: Sequence[Chunk], size: int, longest: int) -> Computed:
         """Replay the graph of `size` for chunks that decode, of which there may be none. longest: as of
@@ -154,17 +155,20 @@ class DecodeGraphs:
 
     def _add(self, size: int) -> None:
         """Capture the graphs of `size`."""
-        for short, context in enumerate(self._contexts(size)):
-            self._graphs[size, bool(short)] = self._capture(size, context)
+        longest, *short = self._contexts(size)
+        self._graphs[size, False] = self._capture(size, longest)
+        for context in short:
+            self._graphs[size, True] = self._capture(size, context)
+        self._shorts[size] = sum(short)
 
     def _contexts(self, size: int) -> list[int]:
-        """Of how many tokens contexts may be, in the graphs of `size`."""
+        """Of how many tokens contexts may be, in the one or two graphs of `size`."""
         groups = self._attention.groups
         longest = max(group.table.shape[1] * group.page_size for group in groups)
-        short = min(longest, SHORT_CONTEXT)
-        spans = [(group.spans(size, short), group.spans(size, longest)) for group in groups]
-        few = any(joined > fewer for fewer, joined in spans) and max(j for _, j in spans) <= FEW_SPANS
-        return [longest, short] if few else [longest]
+        spans = [group.spans(size, longest) for group in groups]
+        short = min(longest, short_context(max(spans)))
+        fewer = any(group.spans(size, short) < cut for group, cut in zip(groups, spans, strict=True))
+        return [longest, short] if fewer else [longest]
 
     def _rows(self, size: int) -> Tensor:
         """int64 [F, size]: where a step of this size puts its fields; other sizes use the same memory."""

@@ -19,7 +19,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from turnout.attention.interface import ProjectedHeads
 from turnout.kernels.attention.decode import (
     Cut,
     join,
@@ -205,7 +204,13 @@ def suits(rows: int, num_kv_heads: int) -> bool:
 
 
 def attend(
-    projected: ProjectedHeads,
+    heads: Tensor,
+    num_q: int,
+    num_k: int,
+    cos_BD: Tensor,
+    sin_BD: Tensor,
+    weight_GD: Tensor | None,
+    eps: float,
     cache_HS2D: Tensor,
     slots_B: Tensor,
     table_BP: Tensor,
@@ -219,24 +224,23 @@ def attend(
 ) -> Tensor:
     """[B, Hq, D] in the cache's dtype, as `rows.rotate` with `store` and then `decode.attend` give it.
 
-    Each row is of a sequence of its own. projected: heads contiguous. slots: int64 [B];
-    table, ends and the others as of `decode.attend`, with the token of the step counted.
+    Each row is of a sequence of its own. heads to eps: as of `rows.rotate`. slots: int64 [B]; table, ends and
+    the others as of `decode.attend`, with the token of the step counted.
     """
-    heads, Hq, Hkv = projected.heads, projected.num_q, projected.num_k
-    B, D = projected.cos_ND.shape
-    out_BHD = torch.empty(B, Hq, D, dtype=cache_HS2D.dtype, device=cache_HS2D.device)
+    B, D = cos_BD.shape
+    out_BHD = torch.empty(B, num_q, D, dtype=cache_HS2D.dtype, device=cache_HS2D.device)
     if not B:
         return out_BHD
-    G, splits, weight = Hq // Hkv, cut.splits, projected.weight_GD
+    G, splits = num_q // num_k, cut.splits
     GQ, early = triton.next_power_of_2(G), launches_early(out_BHD.device)
     partial, lse = partial_results(out_BHD, splits)
-    attend_heads[(B, Hkv, splits)](
-        heads, out_BHD if weight is None else weight, projected.cos_ND, projected.sin_ND, slots_B,
+    attend_heads[(B, num_k, splits)](
+        heads, out_BHD if weight_GD is None else weight_GD, cos_BD, sin_BD, slots_B,
         cache_HS2D, table_BP, ends_B, out_BHD if sinks_H is None else sinks_H, out_BHD, partial, lse,
-        scale * math.log2(math.e), projected.eps, B, heads.stride(-2), cache_HS2D.stride(0),
-        table_BP.shape[1], Hkv, splits,
+        scale * math.log2(math.e), eps, B, heads.stride(-2), cache_HS2D.stride(0),
+        table_BP.shape[1], num_k, splits,
         G, GQ, max(16, GQ), D, max(16, triton.next_power_of_2(D)), page_size, cut.block, window,
-        splits == 1, sinks_H is not None, weight is not None, len(heads) if heads.dim() == 3 else 1, early,
+        splits == 1, sinks_H is not None, weight_GD is not None, len(heads) if heads.dim() == 3 else 1, early,
         num_warps=WARPS, launch_pdl=early,
     )  # fmt: skip
     if splits > 1:

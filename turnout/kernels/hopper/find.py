@@ -1,4 +1,5 @@
-"""Finding the pairs (token, expert) of this rank's experts among a few, in every warp alike (Gluon).
+"""Finding the pairs (token, expert) of this rank's experts among a few, or choosing the experts of one token,
+in every warp alike (Gluon).
 
 The 32 lanes of each warp load an id each, or two, and a ballot counts those in front that are held. So no
 warp waits for another, and a program that is told the nth pair held, not the nth, comes last if there is
@@ -76,6 +77,82 @@ def held_pairs(ids_ptr, n_pairs, first_expert, num_experts, PAIRS: gl.constexpr,
     expert = gl.load(ids_ptr + i, mask=i < n_pairs, other=-1) - first_expert
     held = (expert >= 0) & (expert < num_experts) & (i < n_pairs)
     return i, expert, gl.where(held, count_held(held.to(gl.int32), PAIRS), 0)
+
+
+@gluon.jit
+def _ordered(x):
+    """float32, no NaN, to int32 of the same order: see route.py."""
+    bits = gl.where(x == 0, 0.0, x).to(gl.int32, bitcast=True)
+    return bits ^ (bits >> 31 & 0x7FFFFFFF)
+
+
+@gluon.jit
+def _value(ordered):
+    return (ordered ^ (ordered >> 31 & 0x7FFFFFFF)).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def chosen_pairs(
+    logits_ptr, real_ptr, num_logits, scaling, TOP_K: gl.constexpr, PARTS: gl.constexpr,
+    OF_ALL: gl.constexpr, PADDED: gl.constexpr, LOGITS: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """As `held_pairs` of all experts, and weights float32 [PAIRS], of the one token that logits are of: what
+    route.py's `choose_experts` gives, with shares of the chosen experts unless OF_ALL.
+
+    logits: the sum of PARTS float32 [num_logits]. PADDED: real, bool [1], may deny the token.
+    """
+    EP: gl.constexpr = LOGITS.shape[1]
+    e = gl.arange(0, EP, gl.SliceLayout(0, LOGITS))
+    logits = gl.load(logits_ptr + e, mask=e < num_logits, other=float("-inf"))
+    for part in gl.static_range(1, PARTS):
+        logits += gl.load(logits_ptr + part * num_logits + e, mask=e < num_logits, other=0.0)
+    # What may be chosen stays above -inf, whatever it is, so that no expert is taken twice.
+    left = _ordered(gl.where(logits > -3e38, logits, gl.where(e < num_logits, -3e38, float("-inf"))))
+    best = _value(gl.max(left, 0))
+    i = gl.arange(0, LAYOUT.shape[1], gl.SliceLayout(0, LAYOUT))
+    expert = i * 0 - 1
+    powers = i * 0.0
+    for n in gl.static_range(TOP_K):
+        top = gl.max(left, 0)
+        at = gl.min(gl.where(left == top, e, EP), 0)
+        left = gl.where(e == at, -0x80000000, left)
+        expert = gl.where(i == n, at, expert)
+        powers = gl.where(i == n, gl.exp(_value(top) - best), powers)
+    whole = gl.sum(gl.exp(logits - best), 0)  # NaN if any logit is
+    if OF_ALL:
+        weights = powers / whole
+    else:
+        weights = powers / gl.sum(powers, 0) + 0 * whole
+    numbers = gl.where(i < TOP_K, i + 1, 0)
+    if PADDED:
+        numbers = gl.where(gl.load(real_ptr) != 0, numbers, 0)
+    return i, expert, numbers, weights * scaling
+
+
+@gluon.jit
+def count_chosen(counts_ptr, expert, chosen):
+    """counts int64 += 1 of each expert [PAIRS] that is chosen."""
+    one = expert.to(gl.int64) * 0 + 1
+    gl.atomic_add(counts_ptr + expert, one, mask=chosen, sem="relaxed")
+
+
+@gluon.jit
+def pairs_of(
+    ids_ptr, logits_ptr, real_ptr, n_pairs, first_expert, num_experts, num_logits, scaling,
+    TOP_K: gl.constexpr, PARTS: gl.constexpr, OF_ALL: gl.constexpr, PADDED: gl.constexpr,
+    LOGITS: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """`chosen_pairs`; or, if TOP_K is 0, `held_pairs`, whose weights are 0 here."""
+    if TOP_K > 0:
+        i, expert, numbers, weights = chosen_pairs(
+            logits_ptr, real_ptr, num_logits, scaling, TOP_K, PARTS, OF_ALL, PADDED, LOGITS, LAYOUT
+        )
+    else:
+        i, expert, numbers = held_pairs(
+            ids_ptr, n_pairs, first_expert, num_experts, LAYOUT.shape[1], gl.SliceLayout(0, LAYOUT)
+        )
+        weights = i * 0.0
+    return i, expert, numbers, weights
 
 
 @gluon.jit

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.hopper.decode import bits, scale_words
-from turnout.kernels.hopper.find import held_pairs, of_number, pairs_layout
+from turnout.kernels.hopper.find import count_chosen, of_number, pairs_layout, pairs_of
 from turnout.kernels.hopper.gemm_few import VARYING, axes4, decode, strips_layout
 from turnout.kernels.hopper.rows_fp8 import power_of_two
 from turnout.kernels.hopper.tile import activate, load_bias
@@ -258,20 +258,23 @@ def multiply(
     return acc
 
 
-@gluon.jit(do_not_specialize=[*VARYING, "n_pairs"])
+@gluon.jit(do_not_specialize=[*VARYING, "n_pairs", "num_logits"])
 def gemm_of_pairs(
-    x_ptr, w_ptr, scales_ptr, alpha_ptr, bias_ptr, out_ptr, ids_ptr,
+    x_ptr, w_ptr, scales_ptr, alpha_ptr, bias_ptr, out_ptr, ids_ptr, logits_ptr, real_ptr, counts_ptr,
     K, n_pairs, n_rows, out_columns, k_blocks, n_blocks, x_stride, out_stride, top_k, first_expert,
-    num_experts, act_alpha, act_beta, act_limit,
+    num_experts, num_logits, act_alpha, act_beta, act_limit,
     FORMAT: gl.constexpr, ACTIVATION: gl.constexpr, BIAS: gl.constexpr, PAIRS: gl.constexpr,
     BLOCK_N: gl.constexpr, K_BLOCKS: gl.constexpr, CHUNKS: gl.constexpr, WHOLE: gl.constexpr,
-    SLICES: gl.constexpr, AHEAD: gl.constexpr, LATE: gl.constexpr, PDL: gl.constexpr,
+    SLICES: gl.constexpr, AHEAD: gl.constexpr, LATE: gl.constexpr, TOP_K: gl.constexpr,
+    PARTS: gl.constexpr, PADDED: gl.constexpr, LOGITS: gl.constexpr, PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """out[i] = act(w[expert] @ x[i // top_k] * alpha[expert] + bias[expert]) of every pair i that is held.
 
     ids int32 [n_pairs], PAIRS: 32 or 64, no fewer; out bf16 [n_pairs, out_columns]; weights and the rest as
     of `expert_gemm`. A program for each pair and tile of rows; those beyond the pairs held end at once.
+    TOP_K: of one token, whose experts are those that `chosen_pairs` gives, LOGITS being the power of two of
+    num_logits; counts int64 [num_logits] += choices. 0: ids hold them.
     """
     PLAIN: gl.constexpr = FORMAT == "bf16"
     ACROSS: gl.constexpr = num_warps // SLICES
@@ -282,22 +285,23 @@ def gemm_of_pairs(
     n = program % n_tiles
     if PDL:
         gdc_wait()
-    i, expert, numbers = held_pairs(
-        ids_ptr, n_pairs, first_expert, num_experts, PAIRS, gl.SliceLayout(0, FOUND)
-    )
+    i, expert, numbers, _ = pairs_of(
+        ids_ptr, logits_ptr, real_ptr, n_pairs, first_expert, num_experts, num_logits, 1.0, TOP_K, PARTS,
+        False, PADDED, pairs_layout(SLICES, LOGITS, ACROSS), FOUND,
+    )  # fmt: skip
+    if TOP_K > 0:
+        count_chosen(counts_ptr, expert, (numbers > 0) & (program == 0))
     if number > gl.max(numbers, 0):
         return
     pair = gl.sum(gl.where(numbers == number, i, 0), 0)
     e = gl.sum(gl.where(numbers == number, expert, 0), 0)
     zeros = gl.zeros([SLICES], gl.int32, gl.SliceLayout(1, FOUND))
-    ROWS: gl.constexpr = gl.SliceLayout(
-        1, gl.SliceLayout(0, gl.NVMMADistributedLayout([2, 0], [SLICES, ACROSS, 1], [1, 16, 8]))
-    )
+    x = rows_memory(SLICES, CHUNKS, K_BLOCKS)
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [SLICES, ACROSS, 1], [1, 16, 8])
     if not PLAIN:
         alpha = gl.load(alpha_ptr + e)
     if BIAS:
-        bias = load_bias(bias_ptr, e, n, n_rows, BLOCK_N, ROWS)
-    x = rows_memory(SLICES, CHUNKS, K_BLOCKS)
+        bias = load_bias(bias_ptr, e, n, n_rows, BLOCK_N, gl.SliceLayout(1, gl.SliceLayout(0, ACC)))
     acc = multiply(
         x, x_ptr, w_ptr, scales_ptr, zeros + e, zeros + pair // top_k, zeros == 0, n, K, n_rows, k_blocks,
         n_blocks, x_stride, FORMAT, BLOCK_N, K_BLOCKS, CHUNKS, WHOLE, SLICES, AHEAD, False, ACROSS,
@@ -331,6 +335,24 @@ def bias_of(
 
 
 @gluon.jit
+def weights_of(at, weights, numbers, wanted, LAYOUT: gl.constexpr, TOP_K: gl.constexpr):
+    """float32 [S] of the pairs wanted: those at `at` [S], or of chosen pairs their own."""
+    if TOP_K > 0:
+        found = of_number(weights, numbers, wanted)
+    else:
+        found = gl.load(at)
+    return gl.convert_layout(found, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def store_sums(row_ptr, total, n, out_columns, LAYOUT: gl.constexpr):
+    """Tile n of a token's sums [1, BLOCK_N]."""
+    BLOCK_N: gl.constexpr = total.shape[1]
+    column = n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))[None, :]
+    gl.store(row_ptr + column, total.to(row_ptr.dtype.element_ty), mask=column < out_columns)
+
+
+@gluon.jit
 def add_pairs(total, sums, y, first, live, GROUP: gl.constexpr, SLICES: gl.constexpr):
     """total and the rounded results of GROUP pairs from the pair `first` on, of which `live` are held, each
     the sum of its SLICES of y, by way of the shared memory `sums`."""
@@ -345,20 +367,22 @@ def add_pairs(total, sums, y, first, live, GROUP: gl.constexpr, SLICES: gl.const
     return total
 
 
-@gluon.jit(do_not_specialize=VARYING)
+@gluon.jit(do_not_specialize=[*VARYING, "num_logits"])
 def gemm_of_tokens(
-    x_ptr, w_ptr, scales_ptr, alpha_ptr, bias_ptr, out_ptr, ids_ptr, weights_ptr,
+    x_ptr, w_ptr, scales_ptr, alpha_ptr, bias_ptr, out_ptr, ids_ptr, weights_ptr, logits_ptr, real_ptr,
     K, n_rows, out_columns, k_blocks, n_blocks, x_stride, out_stride, top_k, first_expert, num_experts,
+    num_logits, scaling,
     FORMAT: gl.constexpr, BIAS: gl.constexpr, PAIRS: gl.constexpr, BLOCK_N: gl.constexpr,
     K_BLOCKS: gl.constexpr, CHUNKS: gl.constexpr, WHOLE: gl.constexpr, GROUP: gl.constexpr,
-    SLICES: gl.constexpr, AHEAD: gl.constexpr, ONCE: gl.constexpr, PDL: gl.constexpr,
-    num_warps: gl.constexpr,
+    SLICES: gl.constexpr, AHEAD: gl.constexpr, ONCE: gl.constexpr, TOP_K: gl.constexpr,
+    PARTS: gl.constexpr, OF_ALL: gl.constexpr, PADDED: gl.constexpr, LOGITS: gl.constexpr,
+    PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """out[t] = sum of bf16((w[expert] @ x[i] * alpha[expert] + bias[expert]) * weights[i]), of pairs i held.
 
     In the order of pairs, in float32, as `sum_pairs` adds. x bf16 [T * top_k, K]; ids int32, weights float32
     [T, top_k]; PAIRS: 32 or 64, no fewer than top_k. A program for each token and tile of rows, whose warps
-    GROUP pairs share at a time. ONCE: they are all that a token has.
+    GROUP pairs share at a time. ONCE: they are all of a token. TOP_K: as of `gemm_of_pairs`, weights too.
     """
     PLAIN: gl.constexpr = FORMAT == "bf16"
     S: gl.constexpr = GROUP * SLICES
@@ -370,23 +394,23 @@ def gemm_of_tokens(
     token = gl.program_id(0) // n_tiles
     n = gl.program_id(0) % n_tiles
     first_pair = token * top_k
-    i, expert, numbers = held_pairs(
-        ids_ptr + first_pair, top_k, first_expert, num_experts, PAIRS, gl.SliceLayout(0, FOUND)
-    )
+    i, expert, numbers, weights = pairs_of(
+        ids_ptr + first_pair, logits_ptr, real_ptr, top_k, first_expert, num_experts, num_logits, scaling,
+        TOP_K, PARTS, OF_ALL, PADDED, pairs_layout(S, LOGITS, ACROSS), FOUND,
+    )  # fmt: skip
     live = gl.max(numbers, 0)
     if PDL:
         gdc_launch_dependents()
     x = rows_memory(S, CHUNKS, K_BLOCKS)
     sums = gl.allocate_shared_memory(gl.float32, [S, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     total = gl.zeros([1, BLOCK_N], gl.float32, OUT)
-    rounds = 1 if ONCE else live
-    for first in range(0, rounds, GROUP):
+    for first in range(0, 1 if ONCE else live, GROUP):
         wanted = first + 1 + gl.arange(0, S, SLOT) // SLICES
         e = of_number(expert, numbers, wanted)
         pair = of_number(i, numbers, wanted) + first_pair
         ROWS: gl.constexpr = gl.SliceLayout(2, gl.NVMMADistributedLayout([2, 0], [S, ACROSS, 1], [1, 16, 8]))
         OF_SUMS: gl.constexpr = gl.SliceLayout(1, ROWS)
-        weight = gl.convert_layout(gl.load(weights_ptr + pair), OF_SUMS, assert_trivial=True)
+        weight = weights_of(weights_ptr + pair, weights, numbers, wanted, OF_SUMS, TOP_K)
         if not PLAIN:
             alpha = gl.convert_layout(gl.load(alpha_ptr + e), OF_SUMS, assert_trivial=True)
         if BIAS:
@@ -403,6 +427,4 @@ def gemm_of_tokens(
         total = add_pairs(total, sums, y * weight[:, None], first, live, GROUP, SLICES)
     if PDL:
         gdc_wait()
-    column = n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, OUT))[None, :]
-    at = out_ptr + token.to(gl.int64) * out_stride + column
-    gl.store(at, total.to(out_ptr.dtype.element_ty), mask=column < out_columns)
+    store_sums(out_ptr + token.to(gl.int64) * out_stride, total, n, out_columns, OUT)

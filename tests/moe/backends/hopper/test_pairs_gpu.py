@@ -15,6 +15,9 @@ from turnout.moe.backends.hopper.tile_config import LayerTiles
 from turnout.moe.batch import Hidden, TokensBatch
 from turnout.moe.capabilities.declared import RUNNERS
 from turnout.moe.reference import experts_reference
+from turnout.moe.routing import Router
+from turnout.moe.spec import Routing
+from turnout.vocabulary import RoutingKind
 
 pytestmark = pytest.mark.gpu
 TOP_K = 6
@@ -92,3 +95,52 @@ def test_a_norm_may_add_pairs_up(format: str):
         assert torch.equal(parts.float().sum(0).bfloat16() if left else parts, wanted_TH)
         assert left or tokens != 20 or format == "fp8"
         assert not runner._spaces["tokens"].counts.any()
+
+
+@pytest.mark.parametrize("kind", [RoutingKind.SOFTMAX_TOPK, RoutingKind.TOPK_SOFTMAX])
+@pytest.mark.parametrize(
+    ("format", "experts", "parts"), [("nvfp4", 128, 1), ("mxfp4", 40, 3), ("bf16", 8, 1)]
+)
+def test_one_token_may_choose_its_experts(format: str, experts: int, parts: int, kind: RoutingKind):
+    """The largest, of equals the first; a token that is padding chooses none. The choices are counted."""
+    spec = make_spec("silu", format, hidden_size=512, intermediate_size=256, num_experts=experts, top_k=TOP_K)
+    plan = make_plan(spec, runner="hopper", weight_storage="packed", compute_dtype="bfloat16")
+    runner = RUNNERS.load("hopper")(spec, plan, torch.device("cuda"))
+    weights = make_experts(spec)
+    runner.prepare(weights)
+    assert runner.chooses(experts, TOP_K)
+    draw = torch.Generator().manual_seed(experts)
+    for renormalize in (False, True):
+        routing = Routing(kind=kind, renormalize=renormalize, scaling_factor=1.5)
+        router = Router(routing, num_experts=experts, top_k=TOP_K, device=torch.device("cuda"))
+        for case in ("drawn", "ties", "padding", "infinite"):
+            logits = torch.randn(parts, 1, experts, generator=draw) * 3
+            if case == "ties":
+                logits = logits.round() / 2
+            if case == "infinite":
+                logits[0, 0, 1:3] = -torch.inf
+            x = torch.randn(1, 512, generator=draw).bfloat16()
+            ids_1K = logits.sum(0).sort(descending=True, stable=True).indices[:, :TOP_K]
+            weights_1K = logits.sum(0).softmax(-1).gather(1, ids_1K)
+            if renormalize or kind == RoutingKind.TOPK_SOFTMAX:
+                weights_1K = weights_1K / weights_1K.sum()
+            weights_1K = weights_1K * routing.scaling_factor
+            wanted = experts_reference(x.float(), ids_1K, weights_1K, weights, spec.activation)
+            real = torch.tensor([case != "padding"]).cuda()
+            counts = torch.zeros(experts, dtype=torch.int64).cuda()
+            choice = router.late(logits.cuda(), real, counts)
+            assert choice is not None
+            batch = TokensBatch(
+                hidden=Hidden(data=x.cuda()),
+                topk_ids=torch.full((1, TOP_K), 10**6, dtype=torch.int32).cuda(),
+                topk_weights=torch.full((1, TOP_K), torch.nan).cuda(),
+                choice=choice,
+            )
+            found = runner(batch).cpu().float()
+            if case == "padding":
+                assert not found.any()
+                assert not counts.any()
+                continue
+            assert relative_error(found, wanted) < BOUNDS["bf16", "bfloat16"], case
+            assert counts.nonzero()[:, 0].tolist() == sorted(ids_1K[0].tolist()), case
+            assert int(counts.sum()) == TOP_K

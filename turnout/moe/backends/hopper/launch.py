@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from turnout.moe.backends.hopper.weights import Matrix
+    from turnout.moe.batch import LateChoice
 
 COUNT_PAIRS = 4096  # up to so many pairs, one program sorts them
 
@@ -65,7 +66,8 @@ class Batch:
 class Gemm:
     """GEMM1 (`first`: with the activation, of tokens' rows) or GEMM2 (times the routing weights) of a batch.
 
-    weights None: of rows by expert, which rows are neither gathered nor scattered. unsorted: the table holds
+    weights None: of rows by expert, which rows are neither gathered nor scattered. choice: of the one token's
+    experts, which table and weights do not hold then. unsorted: the table holds
     the expert ids of pairs; else tiles, at most `most_tiles`, of rows in the order `order`
     (kernels/hopper/sort.py).
     """
@@ -84,6 +86,7 @@ class Gemm:
     held: tuple[int, int]  # the first local expert, and how many
     activation: Activation
     processors: int
+    choice: LateChoice | None = None
 
     @property
     def order(self) -> Tensor:

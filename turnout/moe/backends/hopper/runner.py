@@ -29,12 +29,13 @@ from turnout.kernels.common.sizes import power_of_two
 from turnout.moe.arena import Arena, shared
 from turnout.moe.backends.hopper.declaration import RUNNER
 from turnout.moe.backends.hopper.kernels import batched_experts_rule, choose
+from turnout.moe.backends.hopper.kernels.pairs import may_choose
 from turnout.moe.backends.hopper.launch import Batch, Gemm, Workspace
 from turnout.moe.backends.hopper.layer_shape import W4A8, LayerShape
 from turnout.moe.backends.hopper.tile_config import LayerTiles, TileTable
 from turnout.moe.backends.hopper.weights import Matrix
 from turnout.moe.backends.hopper.workspace import regions
-from turnout.moe.batch import ExpertsBatch, TokensBatch
+from turnout.moe.batch import ExpertsBatch, LateChoice, TokensBatch
 from turnout.moe.plan import MoEPlan
 from turnout.moe.spec import MoESpec
 from turnout.parallel.hardware import multiprocessors
@@ -146,12 +147,17 @@ class HopperRunner:
         self._gemms(
             tiles, space, x_TH, out_TH if tiles.second.adds_pairs else space.y[: P * H].view(P, H), pairs=P,
             table=ids_TK if unsorted else space.tiles, weights=weights_TK, top_k=k, unsorted=unsorted,
-            most_tiles=self.shape.most_tiles(T, tiles.block_m),
+            most_tiles=self.shape.most_tiles(T, tiles.block_m), choice=batch.choice,
         )  # fmt: skip
         if batch.adds_parts and tiles.second.leaves_pairs and pairs.at_once and T <= ADDED_LATER:
             return space.y[: P * H].view(T, k, H).transpose(0, 1)
         tiles.second.sum(pairs)
         return out_TH
+
+    def chooses(self, num_experts: int, top_k: int) -> bool:
+        """Whether kernels choose the experts of one token (`moe.interface.ChoosingExperts`)."""
+        tiles = self._tiles(1)
+        return tiles.first.chooses and tiles.second.chooses and may_choose(num_experts, top_k)
 
     def _tiles(self, tokens: int) -> LayerTiles:
         return choose(self.shape, self._table, tokens, batch_invariant=self._deterministic)
@@ -183,14 +189,14 @@ class HopperRunner:
 
     def _gemms(
         self, tiles: LayerTiles, space: Workspace, x: Tensor, out: Tensor, *, pairs: int, table: Tensor,
-        weights: Tensor | None, top_k: int, unsorted: bool, most_tiles: int,
+        weights: Tensor | None, top_k: int, unsorted: bool, most_tiles: int, choice: LateChoice | None = None,
     ) -> None:  # fmt: skip
         """`out` from `x` by way of h, which has a row for each of `pairs`, or of [E, C] rows."""
         h = space.h[: pairs * self._w2.inner].view(pairs, -1)
         first = Gemm(
             first=True, w=self._w13, x=x, out=h, columns=self._w2.inner, table=table, weights=weights,
             top_k=top_k, most_tiles=most_tiles, unsorted=unsorted, space=space, held=self._held,
-            activation=self._spec.activation, processors=self._processors,
+            activation=self._spec.activation, processors=self._processors, choice=choice,
         )  # fmt: skip
         tiles.first.launch(first)
         tiles.second.launch(replace(first, first=False, w=self._w2, x=h, out=out, columns=self._w2.rows))

@@ -7,12 +7,18 @@ No torch here. Legend: T tokens, k top-k, N weight rows, K columns.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, Any
 
 from turnout.kernels.common.sizes import power_of_two
 from turnout.moe.backends.hopper.launch import Batch, Gemm
 from turnout.moe.backends.hopper.layer_shape import PACKED, LayerShape
 from turnout.moe.backends.hopper.tile_config import Choices, LayerTiles, TileConfig, chunks
 from turnout.vocabulary import Format
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from turnout.moe.batch import LateChoice
 
 PAIR = 1  # tokens of a tile
 # Pairs are sorted where a smaller part of them goes to experts of their own: 4 tokens of GPT-OSS-20B, of
@@ -27,6 +33,7 @@ SOME_STRIPS, MANY_STRIPS, MANY_LONG = 900, 1150, 3.6e6
 # most pairs are other ranks', they are of two beyond twice the latter.
 FULL, OVERFULL = 200, 400
 MOST_GROUP = 8
+MOST_LOGITS = 512  # of a token that chooses here
 MOST_CHUNKS = 16  # of a slice: the kernels' code has each
 
 
@@ -43,6 +50,7 @@ class Pairs(TileConfig, frozen=True, tag="pairs"):
     weights = (PACKED, Format.BF16)
     most_pairs = 64  # two for each lane of a warp
     batch_invariant = False
+    chooses = True
     adds_pairs = True
     leaves_pairs = False
 
@@ -102,21 +110,40 @@ class Pairs(TileConfig, frozen=True, tag="pairs"):
         found = 32 if (T * k if g.first else k) <= 32 else 64
         sizes = w.padded_rows, g.columns, k_blocks, n_blocks, g.x.stride(0), g.out.stride(0), k, *g.held
         count = chunks(w.inner, split, self.block_k)
+        choosing, (num_logits, scaling), (top_k, parts, of_all, padded, logits) = _choosing(g.choice, ids)
         if g.first:
             gemm_of_pairs[(T * k * n_tiles,)](
-                g.x, w.codes, w.scales, w.alpha, w.any_bias, g.out, ids, w.inner, T * k, *sizes, *g.numbers,
-                w.format, g.kind, w.bias is not None, found, self.block_n, steps, count, whole, split,
-                self.num_stages, self.late, True, num_warps=self.num_warps, launch_pdl=True,
+                g.x, w.codes, w.scales, w.alpha, w.any_bias, g.out, ids, *choosing, w.inner, T * k, *sizes,
+                num_logits, *g.numbers, w.format, g.kind, w.bias is not None, found, self.block_n, steps,
+                count, whole, split, self.num_stages, self.late, top_k, parts, padded, logits, True,
+                num_warps=self.num_warps, launch_pdl=True,
             )  # fmt: skip
         else:
             gemm_of_tokens[(T * n_tiles,)](
-                g.x, w.codes, w.scales, w.alpha, w.any_bias, g.out, ids, g.any_weights, w.inner, *sizes,
-                w.format, w.bias is not None, found, self.block_n, steps, count, whole, self.group_m, split,
-                self.num_stages, self.group_m >= k, True, num_warps=self.num_warps, launch_pdl=True,
+                g.x, w.codes, w.scales, w.alpha, w.any_bias, g.out, ids, g.any_weights, *choosing[:2],
+                w.inner, *sizes, num_logits, scaling, w.format, w.bias is not None, found, self.block_n,
+                steps, count, whole, self.group_m, split, self.num_stages, self.group_m >= k, top_k, parts,
+                of_all, padded, logits, True, num_warps=self.num_warps, launch_pdl=True,
             )  # fmt: skip
 
     def sum(self, batch: Batch) -> None:
         """GEMM2 did."""
+
+
+def may_choose(num_experts: int, top_k: int) -> bool:
+    """Whether a warp holds the logits of one token in registers, and its choices in 32 lanes."""
+    return num_experts <= MOST_LOGITS and top_k <= 32
+
+
+def _choosing(choice: LateChoice | None, ids: Tensor) -> tuple[Any, Any, Any]:
+    """What both kernels take of a choice, of pointers, numbers and constants: see `chosen_pairs`."""
+    if choice is None:
+        return (ids, ids, ids), (0, 1.0), (0, 1, False, False, 32)
+    logits, real = choice.logits_P1E, choice.real_1
+    P, _, E = logits.shape
+    pointers = logits, logits if real is None else real, choice.counts_E
+    constants = choice.top_k, P, choice.of_all, real is not None, max(32, power_of_two(E))
+    return pointers, (E, choice.scaling), constants
 
 
 def whole_chunks(K: int, split_k: int, block_k: int) -> int:
