@@ -16,12 +16,12 @@ RUNS: dict[str, dict[str, str]] = {
     "flashinfer": {"NVIDIA H200": "2026-11-21"},
     "flashinfer_cutlass": {"NVIDIA H200": "2026-11-21"},
     "flashinfer_mxfp4": {"NVIDIA H200": "2026-11-21"},
-    "hopper": {"NVIDIA H100 80GB HBM3": "2026-11-27", "NVIDIA H200": "2026-11-22"},
-    "none": {"NVIDIA H100 80GB HBM3": "2026-11-27", "NVIDIA H200": "2026-11-27"},
+    "hopper": {"NVIDIA H100 80GB HBM3": "2026-11-27", "NVIDIA H200": "2026-11-28"},
+    "none": {"NVIDIA H100 80GB HBM3": "2026-11-27", "NVIDIA H200": "2026-11-28"},
     "numba": {"AMD EPYC x2": "2026-11-24", "Intel Xeon x2": "2026-11-27"},
     "nvlink": {"NVIDIA H200": "2026-11-27"},
     "nvlink-experts": {"NVIDIA H200": "2026-11-22"},
-    "torch": {"NVIDIA H100 80GB HBM3": "2026-11-27", "NVIDIA H200": "2026-11-21"},
+    "torch": {"NVIDIA H100 80GB HBM3": "2026-11-27", "NVIDIA H200": "2026-11-28"},
 }
 
 
