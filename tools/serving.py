@@ -45,7 +45,7 @@ def rows(model: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]],
             warm_up = replace(bench, output_len=8, num_prompts=concurrency, seed=2 * i + 1)
             measure(warm_up, base_url)
             found.append({"model": Path(model).name} | measure(bench, base_url))
-            print(model, concurrency, {name: found[-1][name] for name in SHOWN}, flush=True)
+            print(model, concurrency, {name: found[-1].get(name) for name in SHOWN}, flush=True)
         return found, place(base_url)
 
 
