@@ -115,19 +115,14 @@ class MoELayer:
         row_expert = self._row_expert if len(x_TH) == 1 and logits_PTE is not None else None
         shared = self._start_shared(x_TH) if row_expert is None else None
         whole_TH = x_TH
-        choice = self._late_choice(x_TH, real_T, logits_PTE)
-        if choice is None:
-            x_TH, ids_TK, weights_TK = self._route(x_TH, real_T, logits_PTE, token_ids_T)
-        else:
-            ids_TK = torch.empty(1, choice.top_k, dtype=torch.int32, device=x_TH.device)
-            weights_TK = torch.empty(1, choice.top_k, device=x_TH.device)
+        x_TH, ids_TK, weights_TK, choice = self._route(x_TH, real_T, logits_PTE, token_ids_T)
         # Its weights are on their way while one program chooses.
         add = None if row_expert is None else row_expert.begin_row(whole_TH)
         dispatcher, experts = self._dispatchers[phase], self._runner
         combined = []
         for chunk in self._chunks(x_TH, ids_TK, weights_TK, phase, tokens):  # one, if buffers hold a step
             batch, state = dispatcher.dispatch(*chunk)
-            if self._is_whole_sum:
+            if self._is_whole_sum and (adds_parts or choice is not None):
                 assert isinstance(batch, TokensBatch)
                 batch = replace(batch, adds_parts=adds_parts, choice=choice)
             out = experts(batch)
@@ -158,7 +153,7 @@ class MoELayer:
     ) -> InFlight:
         """A call in stages, for two-batch overlap: routes, and starts the dispatch on another stream."""
         shared = self._start_shared(x_TH)
-        x_TH, ids_TK, weights_TK = self._route(x_TH, real_T, None, token_ids_T)
+        x_TH, ids_TK, weights_TK, _ = self._route(x_TH, real_T, None, token_ids_T)
         return StagedBatch(
             self._runner,
             self._dispatchers[phase],
@@ -217,8 +212,13 @@ class MoELayer:
         real_T: Tensor | None,
         logits: Tensor | None,
         token_ids_T: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """What experts read [T, H], int32 [T, k] expert ids, -1 for padding, and float32 [T, k] weights."""
+    ) -> tuple[Tensor, Tensor, Tensor, LateChoice | None]:
+        """What experts read [T, H], int32 [T, k] expert ids, -1 for padding, and float32 [T, k] weights; or
+        what the runner's kernels choose by, and ids and weights of any value."""
+        choice = self._late_choice(x_TH, real_T, logits)
+        if choice is not None:
+            ids_1K = torch.empty(1, choice.top_k, dtype=torch.int32, device=x_TH.device)
+            return x_TH, ids_1K, torch.empty_like(ids_1K, dtype=torch.float32), choice
         # A product per row, or parts [P, T, E] for a router that adds them up.
         if logits is None:
             weight_EH, bias_E = self._router_weight, self._router_bias
@@ -228,19 +228,17 @@ class MoELayer:
                 logits = self._linear(x_TH.to(weight_EH.dtype), weight_EH, bias_E)
         ids_TK, weights_TK = self._router(logits, real_T, self.expert_counts, token_ids_T)
         if self.spec.routing.on_input:
-            return (x_TH * weights_TK).to(x_TH.dtype), ids_TK, (ids_TK >= 0).to(weights_TK.dtype)
-        return x_TH, ids_TK, weights_TK
+            return (x_TH * weights_TK).to(x_TH.dtype), ids_TK, (ids_TK >= 0).to(weights_TK.dtype), None
+        return x_TH, ids_TK, weights_TK, None
 
-    def _late_choice(
-        self, x_TH: Tensor, real_T: Tensor | None, logits_PTE: Tensor | None
-    ) -> LateChoice | None:
+    def _late_choice(self, x_TH: Tensor, real_T: Tensor | None, logits: Tensor | None) -> LateChoice | None:
         """Of one token whose logits are known, where the runner's kernels choose, which saves a launch."""
-        if len(x_TH) != 1 or logits_PTE is None or not self._is_whole_sum or self.spec.routing.on_input:
+        if len(x_TH) != 1 or logits is None or not self._is_whole_sum or self.spec.routing.on_input:
             return None
         runner, spec = self._runner, self.spec
         if not isinstance(runner, ChoosingExperts) or not runner.chooses(spec.num_experts, spec.top_k):
             return None
-        return self._router.late(logits_PTE, real_T, self.expert_counts)
+        return self._router.late(logits, real_T, self.expert_counts)
 
     def _chunks(
         self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, phase: Phase, tokens: Sequence[int] | None

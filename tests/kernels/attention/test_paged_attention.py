@@ -142,6 +142,32 @@ def test_it_compiles_for_hopper_and_spills_nothing(
     assert held * done.metadata.shared <= SHARED_BYTES
 
 
+@pytest.mark.parametrize(("size", "block"), [(64, 128), (128, 64), (128, 128), (256, 64)])
+@pytest.mark.parametrize("one", [True, False])
+def test_heads_are_turned_in_registers_while_keys_are_on_their_way(
+    size: int, block: int, one: bool, tmp_path: Path
+):
+    """Of the projection nothing is read before it has ended, and no loaded value needs the stack."""
+    from turnout.kernels.attention.decode_heads import WARPS, attend_heads
+
+    constants = {
+        "G": 8, "GQ": 8, "GP": 16, "D": size, "DP": size, "PAGE": 16, "TOKENS": block, "WINDOW": 0,
+        "ONE": one, "SINKS": one, "NORM": True, "PARTS": 4, "PDL": True,
+    }  # fmt: skip
+    types = dict.fromkeys(("weight_ptr", "cos_ptr", "sin_ptr", "cache_ptr", "out_ptr"), "*bf16")
+    types |= dict.fromkeys(("slots_ptr", "table_ptr", "ends_ptr"), "*i64")
+    types["partial_ptr"] = "*bf16" if one else "*fp32"
+    done = compiled(attend_heads, constants, warps=WARPS, multiples=("head_stride", "row_stride"), **types)
+    _, used = machine_code(done, tmp_path)
+    assert "STACK:0 " in used
+    early, _, late = done.asm["ptx"].partition("griddepcontrol.wait")
+    tile = 2 * block * size // (WARPS * 32 * 8)  # keys and values, 16 bytes at a time
+    assert len(re.findall(r"ld\.global\S*\.v4\.b32", early)) >= tile
+    assert "griddepcontrol.launch_dependents" in early
+    assert not re.search(r"st\.global", early)
+    assert re.search(r"ld\.global\S*\.v2\.b32|ld\.global\S*\.v4\.b32", late)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("splits", [1, 8])

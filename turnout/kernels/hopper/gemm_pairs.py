@@ -1,11 +1,12 @@
 """The experts' GEMMs on Hopper for so few pairs (token, expert) that none is sorted (Gluon): 4 bits or bf16.
 
 At one token everything waits: for a launch, for ids, for weights, for results. So this takes two launches
-and no table. A program of GEMM1 finds its pair among the ids itself, a program of GEMM2 all pairs of a
-token, and adds up what they give, so that no third kernel need sum rows. Warps share nothing but sums: each
-has strips of 16 weight rows and a slice of the columns of one pair, loads its weights in fragment order right
-into registers, chunks ahead of what it multiplies, and `mma` gets the token in all eight columns of its
-second operand, so that shared memory holds one row, not eight of which seven are zero.
+and no table. A program of GEMM1 finds its pair among the ids itself, or chooses one token's experts by its
+logits, which saves the launch that would; a program of GEMM2 all pairs of a token, and adds up what they
+give, so that no third kernel need sum rows. Warps share nothing but sums: each has strips of 16 weight rows
+and a slice of the columns of one pair, loads its weights in fragment order right into registers, chunks ahead
+of what it multiplies, and `mma` gets the token in all eight columns of its second operand, so that shared
+memory holds one row, not eight of which seven are zero.
 
 bf16 weights lie as they came, [N, K]; a thread loads 16 bytes of a row. `mma` wants columns 2q, 2q + 1,
 2q + 8, 2q + 9 from lane q of four, and adds up columns in any order: both operands are permuted alike.
