@@ -62,6 +62,11 @@ LETTERS = [*"aeiourstln"]
 # before the first failure.
 POOLS = ("default-executo", "event_engine", "grpc_global_tim", "resolver-execut", "worker.io")
 
+# Pieces of answers between two failures, at least. A request over which ranks die again and again before it
+# makes progress is blamed for that in the end (server/supervise/ledger.py), which on a busy machine may take
+# longer than `every`.
+PROGRESS = 3
+
 COUNT = {"type": "integer", "minimum": 0, "maximum": 99}
 SHAPE = {
     "type": "object",
@@ -166,13 +171,16 @@ def _text(choice: dict[str, Any]) -> str:
     return (said.get("content") or "") + "".join(c.get("name", "") + c["arguments"] for c in calls)
 
 
-async def ask(http: httpx.AsyncClient, asked: dict[str, Any]) -> Answer:
-    """Raises UserError and OSError for an answer that failed."""
+async def ask(
+    http: httpx.AsyncClient, asked: dict[str, Any], heard: Callable[[], None] = lambda: None
+) -> Answer:
+    """Raises UserError and OSError for an answer that failed. heard: called for each piece of it."""
     answer, last = Answer(), 0.0
     path = "chat/completions" if "messages" in asked else "completions"
     if not asked.get("stream"):
         reply = await http.post(path, json=asked)
         answer.add(reply.json())
+        heard()
         return answer
     content = msgspec.json.encode(asked)
     async for data in post(str(http.base_url), path, content, headers=HEADERS):
@@ -182,6 +190,7 @@ async def ask(http: httpx.AsyncClient, asked: dict[str, Any]) -> Answer:
         if data == b"[DONE]":
             return answer
         answer.add(msgspec.json.decode(data))
+        heard()
     raise UserError("a stream ended without [DONE]")
 
 
@@ -247,6 +256,7 @@ class Chaos:
         self.answered = 0
         self.pauses: list[float] = []
         self._over = False
+        self._heard = 0
         self._draw = random.Random(0)
 
     async def run(self, kinds: Sequence[str], failures: int, every: float) -> dict[str, Any]:
@@ -257,7 +267,10 @@ class Chaos:
         clients = asyncio.gather(*(self._client(*both) for both in zip(self.asked, expected, strict=True)))
         start = time.monotonic()
         for kind in itertools.islice(itertools.cycle(kinds), failures):
+            heard, end = self._heard, time.monotonic() + self.given_up
             await asyncio.sleep(every)
+            while self._heard < heard + PROGRESS and time.monotonic() < end:
+                await asyncio.sleep(0.01)
             await self._fail(kind)
         self._over = True
         await clients
@@ -293,7 +306,7 @@ class Chaos:
     async def _client(self, asked: dict[str, Any], expected: Answer) -> None:
         while not self._over:
             try:
-                answer = await ask(self.http, asked)
+                answer = await ask(self.http, asked, self._hear)
             except (UserError, OSError, httpx.HTTPError) as error:
                 self.wrong.append(f"{asked}: {type(error).__name__}: {error}")
                 continue
@@ -301,6 +314,9 @@ class Chaos:
                 self.wrong.append(f"{asked}: {difference}")
             self.answered += 1
             self.pauses.append(answer.pause)
+
+    def _hear(self) -> None:
+        self._heard += 1
 
     async def _fail(self, kind: str) -> None:
         """Let a rank fail, or all be restarted, and wait until they serve again."""
