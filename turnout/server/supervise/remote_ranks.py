@@ -250,6 +250,8 @@ class RemoteRanks:
                 rank.hear(message)
         except TimeoutError:
             why = f"has not been heard for {rank_protocol.SILENT_SECONDS:g} s"
+        except ConnectionResetError:
+            pass  # its process was killed with messages that it had not read
         except OSError as error:
             why = f"cannot be reached any more ({error.strerror})"
         finally:
