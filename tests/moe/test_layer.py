@@ -21,6 +21,7 @@ from turnout.moe.batch import ExpertsBatch, TokensBatch
 from turnout.moe.budget import Budget
 from turnout.moe.capabilities.declared import RUNNERS
 from turnout.moe.interface import Experts
+from turnout.moe.routing import route
 from turnout.moe.spec import MoESpec, Routing
 from turnout.parallel import hardware
 from turnout.parallel.groups import Groups
@@ -120,6 +121,60 @@ def test_parts_are_left_only_where_nothing_else_is_added(may: bool, changed: dic
     assert set(runner.noted[: len(runner.noted) // 2]) == {False}
     assert set(runner.noted[len(runner.noted) // 2 :]) == {may}
     torch.testing.assert_close(found.sum(0) if may else found, wanted)
+
+
+class Choosing(Noting):
+    """A runner that chooses experts itself, and notes where it did."""
+
+    def chooses(self, num_experts: int, top_k: int) -> bool:
+        return True
+
+    def __call__(self, batch: TokensBatch | ExpertsBatch) -> Tensor:
+        assert isinstance(batch, TokensBatch)
+        self.noted.append(batch.choice is not None)
+        if batch.choice is not None:
+            choice, kind = batch.choice, "softmax_topk" if batch.choice.of_all else "topk_softmax"
+            routing = Routing(kind=kind, renormalize=False, scaling_factor=choice.scaling)
+            ids_1K, weights_1K = route(choice.logits_P1E.sum(0), routing, choice.top_k)
+            assert batch.topk_ids.shape == batch.topk_weights.shape == ids_1K.shape
+            if choice.real_1 is not None:
+                weights_1K = weights_1K * choice.real_1
+            batch = replace(batch, topk_ids=ids_1K, topk_weights=weights_1K, choice=None)
+        return self.own(batch)
+
+
+@pytest.mark.parametrize(
+    ("may", "routing", "changed"),
+    [
+        (True, Routing(kind="topk_softmax", scaling_factor=2.0), {}),
+        (True, Routing(renormalize=True), {}),
+        (True, Routing(renormalize=False), {}),
+        (False, Routing(kind="sigmoid_topk"), {}),
+        (False, Routing(), {"first": 2, "count": 4}),
+    ],
+    ids=["chosen", "renormalised", "all", "sigmoid", "slice"],
+)
+def test_a_runner_chooses_only_for_one_token_of_a_softmax(may: bool, routing: Routing, changed: dict):
+    spec = make_spec("swiglu", "bf16", routing=routing)
+    plan = make_plan(spec, **changed)
+    experts = expert_slice(make_experts(spec), plan.first_expert, plan.num_local_experts)
+    runner = Choosing(RUNNERS.load("torch")(spec, plan, torch.device("cpu")))
+    weight = torch.randn(spec.num_experts, spec.hidden_size)
+    layer = MoELayer(spec, plan, router_weight=weight, experts=experts, runner=runner)
+    x = torch.randn(1, spec.hidden_size)
+    wanted = layer(x)
+    by_softmax = routing.kind != "sigmoid_topk"
+    layer._router._may_be_late = layer._router._may_be_late or by_softmax  # as its kernel on CUDA
+    logits = x @ weight.T
+    assert runner.noted == [False]
+    found = layer(x, logits_PTE=torch.stack((logits / 2, logits / 2)) if may else logits)
+    torch.testing.assert_close(found, wanted)
+    assert runner.noted == [False, may]
+    if may:
+        none = layer(x, real_T=torch.tensor([False]), logits_PTE=logits[None])
+        assert not none.any()
+    layer(torch.randn(2, spec.hidden_size), logits_PTE=torch.randn(2, spec.num_experts))
+    assert not runner.noted[-1]
 
 
 def test_deepseek_v3_with_its_shared_expert():
