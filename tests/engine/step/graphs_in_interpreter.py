@@ -60,7 +60,8 @@ class Replayed(DecodeGraphs):
         graph = Again(partial(self._forward, context=context))
         rows_FB = self._rows(size)
         H = self._model.shape.hidden_size
-        graph.captured = Captured(graph, rows_FB, torch.zeros(size, H), torch.zeros(2, size).long())
+        left = torch.zeros(size, H), torch.zeros(2, size).long()
+        graph.captured = Captured(graph, context, rows_FB, *left)
         return graph.captured
 
 

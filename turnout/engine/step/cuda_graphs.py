@@ -68,9 +68,11 @@ class Computed:
 
 @dataclass(frozen=True)
 class Captured:
-    """rows_FB: int64, what a step brings. hidden_BH, best_2B: what it leaves."""
+    """context: tokens that no request has more of. rows_FB: int64, what a step brings. hidden_BH, best_2B:
+    what it leaves."""
 
     graph: torch.cuda.CUDAGraph
+    context: int
     rows_FB: Tensor
     hidden_BH: Tensor
     best_2B: Tensor
@@ -113,7 +115,6 @@ class DecodeGraphs:
         self.drawn_R = self._inputs_X[:num_drawn]
         self._logits_BV = torch.zeros(self.sizes[-1], model.shape.vocab_size, device=self._device)
         self._graphs: dict[tuple[int, bool], Captured] = {}  # by size, and whether all contexts are short
-        self._shorts: dict[int, int] = {}  # tokens of a short context by size, 0 where there is one graph
         self._pool = pool
         with rehearse() as rehearsed:
             for size in self.sizes if rehearsed else ():
@@ -136,7 +137,8 @@ class DecodeGraphs:
 
     def graph_of(self, size: int, longest: int) -> Captured:
         """longest: tokens of the longest context of any rank, so that all ranks replay the same one."""
-        return self._graphs[size, longest <= self._shorts[size]]
+        short = self._graphs.get((size, True))
+        return short if short and longest <= short.context else self._graphs[size, False]
 
     def run(self, chunks: Sequence[Chunk], size: int, longest: int) -> Computed:
         """Replay the graph of `size` for chunks that decode, of which there may be none. longest: as of
@@ -155,11 +157,8 @@ class DecodeGraphs:
 
     def _add(self, size: int) -> None:
         """Capture the graphs of `size`."""
-        longest, *short = self._contexts(size)
-        self._graphs[size, False] = self._capture(size, longest)
-        for context in short:
-            self._graphs[size, True] = self._capture(size, context)
-        self._shorts[size] = sum(short)
+        for short, context in enumerate(self._contexts(size)):
+            self._graphs[size, bool(short)] = self._capture(size, context)
 
     def _contexts(self, size: int) -> list[int]:
         """Of how many tokens contexts may be, in the one or two graphs of `size`."""
@@ -195,7 +194,7 @@ class DecodeGraphs:
         # Other threads, such as the one that watches NCCL, may call CUDA meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             hidden_BH, best_2B = self._forward(rows_FB, context)
-        return Captured(graph, rows_FB, hidden_BH, best_2B)
+        return Captured(graph, context, rows_FB, hidden_BH, best_2B)
 
     def _forward(self, rows_FB: Tensor, context: int) -> tuple[Tensor, Tensor]:
         size = rows_FB.shape[1]
