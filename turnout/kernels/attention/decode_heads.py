@@ -29,17 +29,11 @@ from turnout.kernels.attention.decode import (
     weigh,
 )
 from turnout.kernels.common.dependent import launches_early
+from turnout.kernels.common.latent_rows import load_sum
+from turnout.kernels.common.rows import count
 
 PROGRAMS = 256  # rows times KV heads, up to which this takes less; see `suits`
 WARPS = 8
-
-
-@triton.jit
-def _sum_of_parts(at, part_stride, mask, PARTS: tl.constexpr):
-    x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        x += tl.load(at + part * part_stride, mask=mask, other=0.0).to(tl.float32)
-    return x
 
 
 @triton.jit
@@ -56,8 +50,8 @@ def _turned(
     HALF: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Both halves [., HP] of heads `at` [., HP], normed and rotated, as `kind`."""
-    low = _sum_of_parts(at, part_stride, mask, PARTS)
-    high = _sum_of_parts(at + HALF, part_stride, mask, PARTS)
+    low = load_sum(at, part_stride, mask, PARTS)
+    high = load_sum(at + HALF, part_stride, mask, PARTS)
     if NORM:
         scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / (2 * HALF) + eps)[:, None]
         low *= scale * gains[0]
@@ -178,7 +172,7 @@ def attend_heads(
         HALF, NORM, PARTS,
     )  # fmt: skip
     at = row + (Hkv * (G + 1) + h) * D + d[None, :]
-    value = _sum_of_parts(at, part_stride, known_d[None, :] & newest, PARTS).to(kind)
+    value = load_sum(at, part_stride, known_d[None, :] & newest, PARTS).to(kind)
     to = cache + 2 * D * tl.load(slots_ptr + b).to(tl.int64)
     _store_newest(to, key, value, d, known_d, newest, HP, HALF)
     q, best, total, acc = _begin(q, key, value, newest, scale, GQ, GP, DP)
@@ -240,7 +234,7 @@ def attend(
         scale * math.log2(math.e), eps, B, heads.stride(-2), cache_HS2D.stride(0),
         table_BP.shape[1], num_k, splits,
         G, GQ, max(16, GQ), D, max(16, triton.next_power_of_2(D)), page_size, cut.block, window,
-        splits == 1, sinks_H is not None, weight_GD is not None, len(heads) if heads.dim() == 3 else 1, early,
+        splits == 1, sinks_H is not None, weight_GD is not None, count(heads), early,
         num_warps=WARPS, launch_pdl=early,
     )  # fmt: skip
     if splits > 1:

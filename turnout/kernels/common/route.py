@@ -35,13 +35,13 @@ def ordered(x):
 
 
 @triton.jit
-def _value(ordered):
+def value_of(ordered):
     """The float32 of `ordered`."""
     return (ordered ^ (ordered >> 31 & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _take_best(left, e, EP: tl.constexpr):
+def take_best(left, e, EP: tl.constexpr):
     """The largest of what is left (`ordered`), the lowest e that has it, and what is left without it."""
     top = tl.max(left, 0)
     at = tl.min(tl.where(left == top, e, EP), 0)
@@ -85,13 +85,13 @@ def choose_experts(
     logits = _load_logits(logits_ptr, token, e, T, E, float("-inf"), PARTS)
     # What may be chosen stays above -inf, whatever it is, so that no expert is taken twice.
     left = ordered(tl.where(logits > -3e38, logits, tl.where(e < E, -3e38, float("-inf"))))
-    best = _value(tl.max(left, 0))
+    best = value_of(tl.max(left, 0))
     ids = tl.full([KP], -1, tl.int32)
     powers = tl.zeros([KP], tl.float32)
     for i in tl.static_range(K):
-        top, at, left = _take_best(left, e, EP)
+        top, at, left = take_best(left, e, EP)
         ids = tl.where(j == i, at, ids)
-        powers = tl.where(j == i, tl.exp(_value(top) - best), powers)
+        powers = tl.where(j == i, tl.exp(value_of(top) - best), powers)
     whole = tl.sum(tl.exp(logits - best), 0)  # NaN if any logit is
     if OF_ALL:
         weights = powers / whole
@@ -192,7 +192,7 @@ def choose_by_sigmoid(
     ids = tl.full([KP], -1, tl.int32)
     weights = tl.zeros([KP], tl.float32)
     for i in tl.static_range(K):
-        _, at, left = _take_best(left, e, EP)
+        _, at, left = take_best(left, e, EP)
         ids = tl.where(j == i, at, ids)
         weights = tl.where(j == i, tl.sum(tl.where(e == at, scores, 0.0), 0), weights)
     if RENORMALIZE:

@@ -218,7 +218,7 @@ def norm(x_NH: Tensor, weight_H: Tensor, eps: float, delta: Tensor | None = None
         rows, part_rows = delta.stride(-2) // H, delta.stride(0) // H
     out_NH = torch.empty_like(x_NH)
     sum_NH = x_NH if delta is None else torch.empty_like(x_NH)
-    parts = 0 if delta is None else len(delta) if delta.dim() == 3 else 1
+    parts = 0 if delta is None else count(delta)
     if N:
         block, early = triton.next_power_of_2(H), launches_early(x_NH.device)
         warps = min(16, max(1, block // (128 if parts > 1 else 512)))
@@ -259,7 +259,7 @@ def rotate(
             q_NHD, q_NHD if k_NHD is None else k_NHD, slots, cache,
             N, heads.stride(-2), cache.stride(0), eps, num_q, num_k,
             D, triton.next_power_of_2(D), block, weight_GD is not None, store is not None,
-            len(heads) if heads.dim() == 3 else 1, early, num_warps=1 if block == 1 else 4, launch_pdl=early,
+            count(heads), early, num_warps=1 if block == 1 else 4, launch_pdl=early,
         )  # fmt: skip
     return q_NHD, k_NHD
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from turnout.kernels.common.route import ordered, take_best, value_of
 from turnout.kernels.hopper.decode import bits
 
 
@@ -80,18 +81,6 @@ def held_pairs(ids_ptr, n_pairs, first_expert, num_experts, PAIRS: gl.constexpr,
 
 
 @gluon.jit
-def _ordered(x):
-    """float32, no NaN, to int32 of the same order: see route.py."""
-    bits = gl.where(x == 0, 0.0, x).to(gl.int32, bitcast=True)
-    return bits ^ (bits >> 31 & 0x7FFFFFFF)
-
-
-@gluon.jit
-def _value(ordered):
-    return (ordered ^ (ordered >> 31 & 0x7FFFFFFF)).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
 def chosen_pairs(
     logits_ptr, real_ptr, num_logits, scaling, TOP_K: gl.constexpr, PARTS: gl.constexpr,
     OF_ALL: gl.constexpr, PADDED: gl.constexpr, LOGITS: gl.constexpr, LAYOUT: gl.constexpr,
@@ -107,17 +96,15 @@ def chosen_pairs(
     for part in gl.static_range(1, PARTS):
         logits += gl.load(logits_ptr + part * num_logits + e, mask=e < num_logits, other=0.0)
     # What may be chosen stays above -inf, whatever it is, so that no expert is taken twice.
-    left = _ordered(gl.where(logits > -3e38, logits, gl.where(e < num_logits, -3e38, float("-inf"))))
-    best = _value(gl.max(left, 0))
+    left = ordered(gl.where(logits > -3e38, logits, gl.where(e < num_logits, -3e38, float("-inf"))))
+    best = value_of(gl.max(left, 0))
     i = gl.arange(0, LAYOUT.shape[1], gl.SliceLayout(0, LAYOUT))
     expert = i * 0 - 1
     powers = i * 0.0
     for n in gl.static_range(TOP_K):
-        top = gl.max(left, 0)
-        at = gl.min(gl.where(left == top, e, EP), 0)
-        left = gl.where(e == at, -0x80000000, left)
+        top, at, left = take_best(left, e, EP)
         expert = gl.where(i == n, at, expert)
-        powers = gl.where(i == n, gl.exp(_value(top) - best), powers)
+        powers = gl.where(i == n, gl.exp(value_of(top) - best), powers)
     whole = gl.sum(gl.exp(logits - best), 0)  # NaN if any logit is
     if OF_ALL:
         weights = powers / whole
