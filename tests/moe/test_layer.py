@@ -126,7 +126,7 @@ def test_parts_are_left_only_where_nothing_else_is_added(may: bool, changed: dic
 class Choosing(Noting):
     """A runner that chooses experts itself, and notes where it did."""
 
-    def chooses(self, num_experts: int, top_k: int) -> bool:
+    def chooses(self) -> bool:
         return True
 
     def __call__(self, batch: TokensBatch | ExpertsBatch) -> Tensor:

@@ -85,7 +85,7 @@ class RowAttention(StoredAttention):
             return None
         return attend(
             *projected,
-            self._paged.layer_cache(layer),
+            paged.layer_cache(layer),
             self._slots_N,
             self._table_NP,
             self._ends_N,

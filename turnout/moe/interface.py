@@ -95,8 +95,8 @@ class RoutedExperts(Protocol):
 class ChoosingExperts(Protocol):
     """A runner whose kernels may choose one token's experts themselves."""
 
-    def chooses(self, num_experts: int, top_k: int) -> bool:
-        """Whether a batch of one token may come with a `LateChoice` of so many."""
+    def chooses(self) -> bool:
+        """Whether a batch of one token may come with a `LateChoice`."""
         ...
 
 

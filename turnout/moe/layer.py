@@ -235,8 +235,7 @@ class MoELayer:
         """Of one token whose logits are known, where the runner's kernels choose, which saves a launch."""
         if len(x_TH) != 1 or logits is None or not self._is_whole_sum or self.spec.routing.on_input:
             return None
-        runner, spec = self._runner, self.spec
-        if not isinstance(runner, ChoosingExperts) or not runner.chooses(spec.num_experts, spec.top_k):
+        if not isinstance(self._runner, ChoosingExperts) or not self._runner.chooses():
             return None
         return self._router.late(logits, real_T, self.expert_counts)
 

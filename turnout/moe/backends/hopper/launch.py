@@ -67,9 +67,8 @@ class Gemm:
     """GEMM1 (`first`: with the activation, of tokens' rows) or GEMM2 (times the routing weights) of a batch.
 
     weights None: of rows by expert, which rows are neither gathered nor scattered. choice: of the one token's
-    experts, which table and weights do not hold then. unsorted: the table holds
-    the expert ids of pairs; else tiles, at most `most_tiles`, of rows in the order `order`
-    (kernels/hopper/sort.py).
+    experts, which table and weights do not hold then. unsorted: the table holds the expert ids of pairs; else
+    tiles, at most `most_tiles`, of rows in the order `order` (kernels/hopper/sort.py).
     """
 
     first: bool

@@ -29,7 +29,6 @@ from turnout.kernels.common.sizes import power_of_two
 from turnout.moe.arena import Arena, shared
 from turnout.moe.backends.hopper.declaration import RUNNER
 from turnout.moe.backends.hopper.kernels import batched_experts_rule, choose
-from turnout.moe.backends.hopper.kernels.pairs import may_choose
 from turnout.moe.backends.hopper.launch import Batch, Gemm, Workspace
 from turnout.moe.backends.hopper.layer_shape import W4A8, LayerShape
 from turnout.moe.backends.hopper.tile_config import LayerTiles, TileTable
@@ -154,10 +153,10 @@ class HopperRunner:
         tiles.second.sum(pairs)
         return out_TH
 
-    def chooses(self, num_experts: int, top_k: int) -> bool:
+    def chooses(self) -> bool:
         """Whether kernels choose the experts of one token (`moe.interface.ChoosingExperts`)."""
         tiles = self._tiles(1)
-        return tiles.first.chooses and tiles.second.chooses and may_choose(num_experts, top_k)
+        return tiles.first.chooses(self.shape) and tiles.second.chooses(self.shape)
 
     def _tiles(self, tokens: int) -> LayerTiles:
         return choose(self.shape, self._table, tokens, batch_invariant=self._deterministic)

@@ -47,7 +47,6 @@ class TileConfig(
     batch_invariant: ClassVar[bool] = True  # adds a row's products in the same order as all others that are
     persistent: ClassVar[bool] = False  # as many programs as multiprocessors, each of which takes many tiles
     sorts_rows: ClassVar[bool] = False  # multiplies rows that lie in the order of experts
-    chooses: ClassVar[bool] = False  # either GEMM may choose one token's experts
     adds_pairs: ClassVar[bool] = False  # GEMM2 adds up a token's pairs, and nothing is left to do
     leaves_pairs: ClassVar[bool] = True  # GEMM2 leaves a row for each pair, in the order of pairs
 
@@ -92,6 +91,10 @@ class TileConfig(
     def shared_bytes(self, shape: LayerShape, *, first: bool) -> int:
         """Of one program."""
         raise NotImplementedError
+
+    def chooses(self, shape: LayerShape) -> bool:
+        """Whether either GEMM takes a `LateChoice`, and chooses one token's experts."""
+        return False
 
     def unsorted(self, shape: LayerShape, tokens: int) -> bool:
         """Whether it multiplies the pairs of a batch of `tokens` as they come, each as a tile of its own."""

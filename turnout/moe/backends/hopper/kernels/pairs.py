@@ -50,7 +50,6 @@ class Pairs(TileConfig, frozen=True, tag="pairs"):
     weights = (PACKED, Format.BF16)
     most_pairs = 64  # two for each lane of a warp
     batch_invariant = False
-    chooses = True
     adds_pairs = True
     leaves_pairs = False
 
@@ -72,6 +71,10 @@ class Pairs(TileConfig, frozen=True, tag="pairs"):
         first = runs((*own[:1], *_first_choices(shape)), first=True)
         second = runs((*own[1:], *_second_choices(shape)), first=False)
         return [Choices(first=first, second=second)] if first and second else []
+
+    def chooses(self, shape: LayerShape) -> bool:
+        """Where a warp holds a token's logits in registers, and its choices in 32 lanes."""
+        return shape.num_experts <= MOST_LOGITS and shape.top_k <= 32
 
     def unsorted(self, shape: LayerShape, tokens: int) -> bool:
         return True
@@ -128,11 +131,6 @@ class Pairs(TileConfig, frozen=True, tag="pairs"):
 
     def sum(self, batch: Batch) -> None:
         """GEMM2 did."""
-
-
-def may_choose(num_experts: int, top_k: int) -> bool:
-    """Whether a warp holds the logits of one token in registers, and its choices in 32 lanes."""
-    return num_experts <= MOST_LOGITS and top_k <= 32
 
 
 def _choosing(choice: LateChoice | None, ids: Tensor) -> tuple[Any, Any, Any]:
