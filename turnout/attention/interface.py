@@ -60,6 +60,11 @@ class Attention(Protocol):
         [Hkv, S, 2, D], keys before values, and each token's slot, int64 [N]. None: hand them to the call."""
         return None
 
+    def queries(self, shape: Sequence[int]) -> Tensor | None:
+        """Memory of this shape where queries for `attend` had best be written, in the type that the cache
+        has; None: anywhere."""
+        return None
+
     def attend(
         self, layer: int, q_NHD: Tensor, sinks_H: Tensor | None = None, out_NHD: Tensor | None = None
     ) -> Tensor:

@@ -17,6 +17,7 @@ from turnout.attention.paged import PagedAttention
 
 if TYPE_CHECKING:
     from turnout.kernels.attention.decode import Cut
+    from turnout.kernels.attention.decode_heads import Programs
 
 
 class StoredAttention(Attention):
@@ -58,6 +59,7 @@ class RowAttention(StoredAttention):
         super().__init__(paged, slots_N)
         self._table_NP, self._ends_N = table_NP, ends_N
         self._cut = cut_of(paged, len(slots_N), table_NP.shape[1] * paged.page_size)
+        self._programs = self._programs_of_heads()
 
     def attend(
         self, layer: int, q_NHD: Tensor, sinks_H: Tensor | None = None, out_NHD: Tensor | None = None
@@ -71,24 +73,35 @@ class RowAttention(StoredAttention):
             self._ends_N,
             sinks_H=sinks_H,
             out_BHD=out_NHD,
+            cut=self._cut,
             **self._sizes(),
         )
+
+    def _programs_of_heads(self) -> Programs | None:
+        """Those that attend to what a projection gives; None where kernels of their own make heads of it."""
+        from turnout.kernels.attention.decode_heads import programs_of
+
+        paged, spec = self._paged, self._paged.spec
+        if paged.drafts or paged.fixed_spans:  # rows of one request, and results that no batch may change
+            return None
+        itemsize = paged.cache.element_size()
+        sizes = spec.num_kv_heads, spec.head_dim, itemsize, spec.window, paged.processors
+        return programs_of(self._cut, len(self._slots_N), *sizes)
 
     def attend_projected(
         self, layer: int, projected: ProjectedHeads, sinks_H: Tensor | None = None
     ) -> Tensor | None:
-        """Where each row is of a request of its own, and results may depend on the batch."""
-        from turnout.kernels.attention.decode_heads import attend, suits
+        from turnout.kernels.attention.decode_heads import attend
 
-        paged = self._paged
-        if paged.drafts or paged.fixed_spans or not suits(len(self._slots_N), paged.spec.num_kv_heads):
+        if self._programs is None:
             return None
         return attend(
             *projected,
-            paged.layer_cache(layer),
+            self._paged.layer_cache(layer),
             self._slots_N,
             self._table_NP,
             self._ends_N,
+            programs=self._programs,
             sinks_H=sinks_H,
             **self._sizes(),
         )
@@ -98,7 +111,6 @@ class RowAttention(StoredAttention):
         spec = self._paged.spec
         return {
             "page_size": self._paged.page_size,
-            "cut": self._cut,
             "scale": spec.scale,
             "window": spec.window,
         }

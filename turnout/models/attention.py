@@ -203,7 +203,8 @@ class Attention(Mixer):
             out_NHD = attention.attend_projected(self._layer, projected, self._sinks)
             if out_NHD is not None:
                 return out_NHD
-            q_NHD, _ = rows.rotate(heads, *given, store=place)
+            q_NHD = attention.queries((len(x_NH), self._num_q, self._head_dim))
+            q_NHD, _ = rows.rotate(heads, *given, store=place, q_NHD=q_NHD)
             return attention.attend(self._layer, q_NHD, self._sinks)
         heads_NX = self._linear(x_NH, self._qkv, self._qkv_bias)
         if isinstance(norm, WholeNorm):

@@ -17,6 +17,7 @@ from turnout.attention.kinds import AttentionSpec, CacheGroup
 from turnout.attention.paged import paged_attention
 from turnout.kernels.attention import decode_heads, prefill
 from turnout.kernels.attention.decode import BLOCK, WIDE, Cut, attend
+from turnout.kernels.attention.decode_heads import Programs
 from turnout.kernels.common.row_gemm import linear
 from turnout.kernels.common.rows import rotate
 from turnout.kernels.common.split_gemm import multiply_part
@@ -123,7 +124,7 @@ def projected(
     given = x_PBX if parts > 1 else x_PBX[0], Hq, Hkv, cos, sin, weight, 1e-6
     rest = {"page_size": page, "scale": scale, "window": window, "sinks_H": logits}
     found = decode_heads.attend(
-        *given, cache, newest, pages, torch.tensor(ends), cut=Cut(splits, BLOCK), **rest
+        *given, cache, newest, pages, torch.tensor(ends), programs=Programs(Cut(splits, BLOCK)), **rest
     )
     return torch.allclose(found, wanted, atol=1e-5) and torch.allclose(
         cache, filled, rtol=1e-5, atol=1e-5, equal_nan=True

@@ -74,6 +74,25 @@ def test_first_prompts_decode_by_every_cut(processors: int):
             assert set(cuts[:most]) == first, (heads, size, window, context, most)
 
 
+@pytest.mark.parametrize("processors", [78, 108, 114, 132])
+def test_first_prompts_decode_by_every_program_that_turns_heads(processors: int):
+    """As above."""
+    from turnout.kernels.attention.decode import cut_of
+    from turnout.kernels.attention.decode_heads import programs_of
+
+    for heads, size, window, context in product(
+        range(1, 17), (64, 128, 256), (0, 128, 4096), (300, 1000, 2048, 40960)
+    ):
+        sizes = heads, size, 2
+        chosen = [
+            programs_of(cut_of(B, *sizes, context, window, processors), B, *sizes, window, processors)
+            for B in range(1, 301)
+        ]
+        for most in (1, 7, 22, 25, 40, 64, 300):
+            first = {chosen[B - 1] for B in range(1, most + 1) if B & (B - 1) == 0} | {chosen[most - 1]}
+            assert set(chosen[:most]) == first, (heads, size, window, context, most)
+
+
 RESULTS = Path(__file__).parents[3] / "benchmarks/results"
 BLOCKS = RESULTS / "attention-decode-blocks-nvidia-h200-2026-11-27.json"
 BEFORE = RESULTS / "attention-nvidia-h200-2026-11-26.json"  # all of them by 64 tokens
@@ -117,6 +136,13 @@ def test_contexts_are_cut_by_nothing_of_the_batch_where_results_may_not_depend_o
     assert cuts[1] == {(8, 64)}
 
 
+def registers_of(used: str) -> int:
+    """That a thread takes."""
+    found = re.search(r"REG:(\d+)", used)
+    assert found
+    return -(-int(found[1]) // 8) * 8
+
+
 @pytest.mark.parametrize(("size", "block"), [(64, 128), (128, 64), (128, 128)])
 @pytest.mark.parametrize(("one", "window"), [(True, 128), (False, 0)])
 def test_it_compiles_for_hopper_and_spills_nothing(
@@ -135,21 +161,27 @@ def test_it_compiles_for_hopper_and_spills_nothing(
     done = compiled(attend_span, constants, warps=4, multiples=("head_stride",), **types)
     _, used = machine_code(done, tmp_path)
     assert "STACK:0 " in used
-    registers = re.search(r"REG:(\d+)", used)
-    assert registers
     held = 2 if size * block == 128 * 128 else 4
-    assert held * 128 * (-(-int(registers[1]) // 8) * 8) <= 65536
+    assert held * 128 * registers_of(used) <= 65536
     assert held * done.metadata.shared <= SHARED_BYTES
 
 
-@pytest.mark.parametrize(("size", "block"), [(64, 128), (128, 64), (128, 128), (256, 64)])
+@pytest.mark.parametrize(
+    ("size", "batch", "held"),
+    [(64, 16, 1), (128, 1, 1), (128, 8, 2), (128, 16, 2), (128, 100, 4), (256, 16, 1)],
+)
 @pytest.mark.parametrize("one", [True, False])
 def test_heads_are_turned_in_registers_while_keys_are_on_their_way(
-    size: int, block: int, one: bool, tmp_path: Path
+    size: int, batch: int, held: int, one: bool, tmp_path: Path
 ):
-    """Of the projection nothing is read before it has ended, and no loaded value needs the stack."""
-    from turnout.kernels.attention.decode_heads import WARPS, attend_heads
+    """Of the projection nothing is read before it has ended, and no loaded value needs the stack. `held`
+    programs fit on a multiprocessor."""
+    from turnout.kernels.attention.decode import cut_of
+    from turnout.kernels.attention.decode_heads import attend_heads, programs_of
 
+    programs = programs_of(cut_of(batch, 4, size, 2, 4096, 0, 132), batch, 4, size, 2, 0, 132)
+    assert programs
+    block, warps = programs.cut.block, programs.warps
     constants = {
         "G": 8, "GQ": 8, "GP": 16, "D": size, "DP": size, "PAGE": 16, "TOKENS": block, "WINDOW": 0,
         "ONE": one, "SINKS": one, "NORM": True, "PARTS": 4, "PDL": True,
@@ -157,15 +189,39 @@ def test_heads_are_turned_in_registers_while_keys_are_on_their_way(
     types = dict.fromkeys(("weight_ptr", "cos_ptr", "sin_ptr", "cache_ptr", "out_ptr"), "*bf16")
     types |= dict.fromkeys(("slots_ptr", "table_ptr", "ends_ptr"), "*i64")
     types["partial_ptr"] = "*bf16" if one else "*fp32"
-    done = compiled(attend_heads, constants, warps=WARPS, multiples=("head_stride", "row_stride"), **types)
+    done = compiled(
+        attend_heads, constants, warps=warps, stages=programs.stages, most_registers=programs.registers,
+        multiples=("head_stride", "row_stride"), **types,
+    )  # fmt: skip
     _, used = machine_code(done, tmp_path)
     assert "STACK:0 " in used
+    assert held * warps * 32 * registers_of(used) <= 65536
+    assert held * done.metadata.shared <= SHARED_BYTES
     early, _, late = done.asm["ptx"].partition("griddepcontrol.wait")
-    tile = 2 * block * size // (WARPS * 32 * 8)  # keys and values, 16 bytes at a time
+    tile = 2 * block * size // (warps * 32 * 8)  # keys and values, 16 bytes at a time
     assert len(re.findall(r"ld\.global\S*\.v4\.b32", early)) >= tile
     assert "griddepcontrol.launch_dependents" in early
     assert not re.search(r"st\.global", early)
     assert re.search(r"ld\.global\S*\.v2\.b32|ld\.global\S*\.v4\.b32", late)
+
+
+@pytest.mark.parametrize(("group", "page"), [(8, 16), (1, 1), (16, 128), (5, 4)])
+def test_prompts_by_specialised_warps_compile_for_hopper(group: int, page: int, tmp_path: Path):
+    """Products wait for one another only where the kernel says so: ptxas would add waits for each product if
+    it had to move their sums. Nothing needs the stack."""
+    from turnout.kernels.attention import prefill_specialised
+
+    constants = {
+        "G": group, "GP": 1 << (group - 1).bit_length(), "PAGE": page, "BLOCK": prefill_specialised.BLOCK,
+        "STAGES": prefill_specialised.STAGES,
+    }  # fmt: skip
+    types = dict.fromkeys(("q_ptr", "cache_ptr", "out_ptr"), "*bf16") | {"table_ptr": "*i64"}
+    kernel = prefill_specialised.attend_tiles_specialised
+    done = compiled(kernel, constants, warps=4, multiples=("head_stride",), tiles_ptr="*i64", **types)
+    code, used = machine_code(done, tmp_path)
+    assert "STACK:0 " in used
+    assert code.count("HGMMA") == 64
+    assert code.count("WARPGROUP.DEPBAR") == 8
 
 
 @pytest.mark.gpu
@@ -193,9 +249,13 @@ def test_on_a_gpu(dtype: torch.dtype, splits: int, D: int, block: int):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("splits", [1, 8])
+@pytest.mark.parametrize(
+    "programs", [(1, 64, 8, 3), (8, 64, 8, 3), (16, 128, 8, 3), (2, 64, 8, 5), (1, 64, 4, 3)]
+)
 @pytest.mark.parametrize(("Hq", "Hkv", "D", "parts"), [(32, 4, 128, 4), (16, 16, 64, 1), (12, 2, 96, 2)])
-def test_heads_are_rotated_where_they_attend_on_a_gpu(Hq: int, Hkv: int, D: int, parts: int, splits: int):
+def test_heads_are_rotated_where_they_attend_on_a_gpu(
+    Hq: int, Hkv: int, D: int, parts: int, programs: tuple[int, int, int, int]
+):
     """Next to rotation with a store and attention in launches of their own; behind a product of 100 us."""
     from turnout.kernels.attention import decode, decode_heads
     from turnout.kernels.common.rows import rotate
@@ -212,15 +272,17 @@ def test_heads_are_rotated_where_they_attend_on_a_gpu(Hq: int, Hkv: int, D: int,
     cos = angles.cos().repeat(1, 2).bfloat16().cuda()
     sin = torch.cat((-angles.sin(), angles.sin()), 1).bfloat16().cuda()
     weight = torch.rand(Hq + Hkv, D).bfloat16().cuda()
-    rest = {"page_size": page, "cut": decode.Cut(splits, 64), "scale": D**-0.5}
+    splits, block, warps, stages = programs
+    chosen = decode_heads.Programs(decode.Cut(splits, block), warps, stages, 128 if warps == 4 else None)
+    rest = {"page_size": page, "scale": D**-0.5}
     pages, ends, large = pages.cuda(), ends.cuda(), torch.randn(4096, 4096).bfloat16().cuda()
     wanted_cache, given = cache.clone(), torch.full_like(x, torch.nan)
     q, _ = rotate(x, Hq, Hkv, cos, sin, weight, 1e-6, store=(wanted_cache, slots))
-    wanted = decode.attend(q, wanted_cache, pages, ends, **rest)
+    wanted = decode.attend(q, wanted_cache, pages, ends, cut=decode.Cut(splits, 64), **rest)
     large @ large
     given.copy_(x)
     projected = given, Hq, Hkv, cos, sin, weight, 1e-6
-    found = decode_heads.attend(*projected, cache, slots, pages, ends, **rest)
+    found = decode_heads.attend(*projected, cache, slots, pages, ends, programs=chosen, **rest)
     torch.testing.assert_close(found, wanted, rtol=2e-2, atol=1e-2)
     held = ends > 0
     kept, wanted_kept = cache[:, slots[held]], wanted_cache[:, slots[held]]
@@ -231,23 +293,38 @@ def test_heads_are_rotated_where_they_attend_on_a_gpu(Hq: int, Hkv: int, D: int,
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("Hq", "Hkv", "D"), [(32, 4, 128), (16, 16, 64), (12, 2, 96)])
-def test_prompts_on_a_gpu(Hq: int, Hkv: int, D: int):
-    """Whole prompts, one token, and chunks behind a long context, against attention in float64."""
-    from turnout.kernels.attention import prefill
+@pytest.mark.parametrize(
+    ("Hq", "Hkv", "D", "page", "specialised"),
+    [
+        (32, 4, 128, 16, False), (16, 16, 64, 16, False), (12, 2, 96, 16, False), (32, 4, 128, 16, True),
+        (12, 2, 128, 1, True), (8, 8, 128, 4, True), (16, 1, 128, 128, True), (10, 2, 128, 16, True),
+    ],
+)  # fmt: skip
+def test_prompts_on_a_gpu(Hq: int, Hkv: int, D: int, page: int, specialised: bool):
+    """Whole prompts, one token, and chunks behind a long context, against attention in float64. What no row
+    sees is NaN."""
+    from turnout.kernels.attention import prefill, prefill_specialised
 
     torch.manual_seed(0)
-    spans, page = [(0, 1000), (3000, 3001), (2047, 3333), (0, 5), (64, 192)], 16
-    pages = torch.randperm(5 * 256).view(5, 256)
-    cache = torch.randn(Hkv, 5 * 256 * page, 2, D).bfloat16()
+    spans, each = [(0, 1000), (3000, 3001), (2047, 3333), (0, 5), (64, 192)], 4096 // page
+    pages = torch.randperm(5 * each).view(5, each)
+    cache = torch.full((Hkv, 5 * 4096, 2, D), torch.nan).bfloat16()
+    for row, (_, end) in zip(pages, spans, strict=True):
+        slots = (row[:, None] * page + torch.arange(page)).flatten()[:end]
+        cache[:, slots] = torch.randn(Hkv, end, 2, D).bfloat16()
     q = torch.randn(sum(end - start for start, end in spans), Hq, D).bfloat16()
     chunks, row = [], 0
     for owner, (start, end) in enumerate(spans):
         chunks.append((row, start, end, owner))
         row += end - start
     out = torch.full_like(q, torch.nan).cuda()
-    tiles = prefill.tiles(chunks, prefill.tile_tokens(Hq // Hkv))
-    prefill.attend(*(t.cuda() for t in (q, cache, tiles, pages)), out, page_size=page, scale=D**-0.5)
+    queries = prefill_specialised.QUERIES if specialised else prefill.QUERIES
+    tiles = prefill.tiles(chunks, prefill.tile_tokens(Hq // Hkv, queries))
+    given, some = (t.cuda() for t in (q, cache, tiles, pages)), {"page_size": page, "scale": D**-0.5}
+    if specialised:
+        prefill_specialised.attend(*given, out, processors=7, **some)  # tile after tile
+    else:
+        prefill.attend(*given, out, **some)
     for row, start, end, owner in chunks:
         slots = (pages[owner, :, None] * page + torch.arange(page)).flatten()[:end]
         k, v = (x.cuda().double().repeat_interleave(Hq // Hkv, 0) for x in cache[:, slots].unbind(2))

@@ -34,6 +34,7 @@ from turnout.kernels.attention import (
     latent,
     latent_prefill,
     prefill,
+    prefill_specialised,
 )
 from turnout.kernels.common import (
     best_token,
@@ -311,7 +312,9 @@ def latent_prompts(size: int) -> None:
 def prompt_attention(size: int) -> None:
     _, _, pages, _, tiles = sent(size)
     q = b16(size, HQ, D)
-    prefill.attend(q, CACHE, tiles, pages, torch.empty_like(q), page_size=PAGE, scale=0.1)
+    given = q, CACHE, tiles, pages, torch.empty_like(q)
+    prefill.attend(*given, page_size=PAGE, scale=0.1)
+    prefill_specialised.attend(*given, page_size=PAGE, scale=0.1, processors=132)
 
 
 def row_attention(size: int) -> None:
@@ -326,7 +329,10 @@ def row_attention(size: int) -> None:
             of_rows = torch.empty(4, size, 10 * kv * dim), 8 * kv, kv, b16(size, dim), b16(size, dim)
             heads = *of_rows, b16(9 * kv, dim), 1e-6
             slots = torch.zeros(size, dtype=torch.int64)
-            decode_heads.attend(*heads, cache, slots, table, ends, page_size=PAGE, cut=cut, scale=0.1)
+            programs = decode_heads.programs_of(cut, size, kv, dim, 2, 0, processors)
+            if programs is not None:
+                some = {"page_size": PAGE, "programs": programs, "scale": 0.1}
+                decode_heads.attend(*heads, cache, slots, table, ends, **some)
         splits = decode.cut_of(size, HKV, D, 2, 4096, 0, processors).splits
         sizes = {"latent_dim": 512, "page_size": PAGE, "splits": splits, "scale": 0.1}
         latent.attend(b16(size, 16, 576), LATENTS, table, ends, **sizes)

@@ -146,6 +146,10 @@ class Cut(Attention):
         paged = self._caches[layer]
         return (paged.layer_cache(layer), self._slots_GB[paged.number]) if self._handed.stored else None
 
+    def queries(self, shape: Sequence[int]) -> Tensor:
+        """What is written here need not be copied for the call."""
+        return rows_of(self._handed.given_X[0], self._handed.dtype, shape)
+
     def __call__(
         self, layer: int, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, sinks_H: Tensor | None = None
     ) -> Tensor:
@@ -211,7 +215,7 @@ class Cut(Attention):
     ) -> Tensor:
         """What `attend` makes of `given`, and of an index's float32 weights behind them, of this shape."""
         handed, last = self._handed, len(given)
-        kept = [rows_of(handed.given_X[i], handed.dtype, x.shape).copy_(x) for i, x in enumerate(given)]
+        kept = [_kept(x, rows_of(handed.given_X[i], handed.dtype, x.shape)) for i, x in enumerate(given)]
         if weights is not None:
             kept.append(rows_of(handed.given_X[last], torch.float32, weights.shape).copy_(weights))
         out = rows_of(handed.out_X, handed.dtype, result)
@@ -219,6 +223,11 @@ class Cut(Attention):
             self.pieces.append((self._recorder.end(), Call(attend, kept, out)))
             self._recorder.begin()
         return out
+
+
+def _kept(x: Tensor, to: Tensor) -> Tensor:
+    """x in the memory of `to`, where it may lie already."""
+    return to if x.data_ptr() == to.data_ptr() else to.copy_(x)
 
 
 def _of_rows(rest: Compressible | None, *given: Tensor) -> Compressible | None:

@@ -185,6 +185,11 @@ def block_of(head_dim: int, itemsize: int) -> int:
     return WIDE if head_dim == 64 and itemsize == 2 else BLOCK
 
 
+def wanted_spans(pairs: int, processors: int) -> int:
+    """The power of two that gives each of `processors` two programs. pairs: of a request and a KV head."""
+    return 1 << (max(1, 2 * processors // pairs).bit_length() - 1)
+
+
 def cut_of(
     batch: int,
     num_kv_heads: int,
@@ -200,8 +205,8 @@ def cut_of(
     With heads of 128 values a multiprocessor holds two programs of WIDE, and four of BLOCK. So 16 requests
     with four KV heads, in four spans, took 0.74 of the time by WIDE at 8,192 tokens and 0.89 at 1,024; one
     took 1.36 and 128, in one span, 1.06. Windows have not been measured so."""
-    pairs, block = batch * num_kv_heads, block_of(head_dim, itemsize)
-    wanted = 1 << (max(1, 2 * processors // pairs).bit_length() - 1)
+    block = block_of(head_dim, itemsize)
+    wanted = wanted_spans(batch * num_kv_heads, processors)
     if head_dim == 128 and itemsize == 2 and not window and wanted in FEW:
         block = WIDE
     most = max(1, min(max_context, window or max_context) // (4 * block))

@@ -12,6 +12,7 @@ Legend: as decode.py; P parts of a product (split_gemm.py), X values of a row of
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,20 +21,25 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.attention.decode import (
+    BLOCK,
+    WIDE,
     Cut,
     join,
     leave,
     load_tile,
     partial_results,
     spans_of,
+    wanted_spans,
     weigh,
 )
 from turnout.kernels.common.dependent import launches_early
 from turnout.kernels.common.latent_rows import load_sum
 from turnout.kernels.common.rows import count
 
-PROGRAMS = 256  # rows times KV heads, up to which this takes less; see `suits`
-WARPS = 8
+# Rows times KV heads, up to which this takes less by programs of eight warps: Qwen3-30B's decode steps on an
+# H200 (docs/notes/serving.md), in ms: 16 requests of 190 tokens 4.60 rather than 4.96, 64 6.90 than 6.99;
+# with 128 requests, 512 programs, 7.64 rather than 7.60, with 256 10.2 than 9.7.
+PROGRAMS = 256
 
 
 @triton.jit
@@ -187,14 +193,45 @@ def attend_heads(
     )  # fmt: skip
 
 
-def suits(rows: int, num_kv_heads: int) -> bool:
-    """Whether so many rows take less than by kernels that rotate and then attend.
+class Programs(NamedTuple):
+    """How contexts are cut for them, and what each has. stages: of its loop; registers: the most of a thread,
+    if there is a bound."""
 
-    Qwen3-30B's decode steps on an H200 (docs/notes/serving.md), in ms: 16 requests of 190 tokens 4.60 rather
-    than 4.96, 64 6.90 than 6.99; with 128 requests, 512 programs, 7.64 rather than 7.60, with 256 10.2 than
-    9.7.
+    cut: Cut
+    warps: int = 8
+    stages: int = 3
+    registers: int | None = None
+
+
+def programs_of(
+    cut: Cut,
+    batch: int,
+    num_kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    window: int,
+    processors: int,
+) -> Programs | None:
+    """Those that take least; None where kernels that rotate and then attend take less. cut: of
+    `decode.cut_of`.
+
+    With heads of 128 values, in us a layer on an H200 (docs/notes/attention.md), for 1, 8, 16, 32, 64 and 128
+    requests of 1,100 tokens: 5, 12, 18, 28, 43 and 75, rather than 8, 12, 27, 36, 46 and 78 by one shape of
+    program for all. Others have not been measured so.
     """
-    return rows * num_kv_heads <= PROGRAMS
+    pairs = batch * num_kv_heads
+    if head_dim != 128 or itemsize != 2 or window:
+        return Programs(cut) if pairs <= PROGRAMS else None
+    wanted = wanted_spans(pairs, processors)
+    if wanted == 1 and pairs > 2 * processors:
+        return Programs(Cut(1, BLOCK), 4, registers=128)  # a multiprocessor holds four
+    if wanted == 1:
+        return Programs(Cut(1, BLOCK), stages=5)
+    if cut.splits == 1 or wanted > 16:  # one on a multiprocessor
+        return Programs(Cut(cut.splits, WIDE))
+    if wanted <= 4:
+        return Programs(Cut(2, BLOCK), stages=5)
+    return Programs(Cut(cut.splits, BLOCK))
 
 
 def attend(
@@ -211,7 +248,7 @@ def attend(
     ends_B: Tensor,
     *,
     page_size: int,
-    cut: Cut,
+    programs: Programs,
     scale: float,
     window: int = 0,
     sinks_H: Tensor | None = None,
@@ -219,13 +256,13 @@ def attend(
     """[B, Hq, D] in the cache's dtype, as `rows.rotate` with `store` and then `decode.attend` give it.
 
     Each row is of a sequence of its own. heads to eps: as of `rows.rotate`. slots: int64 [B]; table, ends and
-    the others as of `decode.attend`, with the token of the step counted.
+    the others as of `decode.attend`, with the token of the step counted. programs: see `programs_of`.
     """
     B, D = cos_BD.shape
     out_BHD = torch.empty(B, num_q, D, dtype=cache_HS2D.dtype, device=cache_HS2D.device)
     if not B:
         return out_BHD
-    G, splits = num_q // num_k, cut.splits
+    G, (splits, block) = num_q // num_k, programs.cut
     GQ, early = triton.next_power_of_2(G), launches_early(out_BHD.device)
     partial, lse = partial_results(out_BHD, splits)
     attend_heads[(B, num_k, splits)](
@@ -233,10 +270,10 @@ def attend(
         cache_HS2D, table_BP, ends_B, out_BHD if sinks_H is None else sinks_H, out_BHD, partial, lse,
         scale * math.log2(math.e), eps, B, heads.stride(-2), cache_HS2D.stride(0),
         table_BP.shape[1], num_k, splits,
-        G, GQ, max(16, GQ), D, max(16, triton.next_power_of_2(D)), page_size, cut.block, window,
+        G, GQ, max(16, GQ), D, max(16, triton.next_power_of_2(D)), page_size, block, window,
         splits == 1, sinks_H is not None, weight_GD is not None, count(heads), early,
-        num_warps=WARPS, launch_pdl=early,
+        num_warps=programs.warps, num_stages=programs.stages, maxnreg=programs.registers, launch_pdl=early,
     )  # fmt: skip
     if splits > 1:
-        join(partial, lse, sinks_H, ends_B, out_BHD, cut, window)
+        join(partial, lse, sinks_H, ends_B, out_BHD, programs.cut, window)
     return out_BHD

@@ -134,9 +134,9 @@ def attend_tiles(
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=held)
 
 
-def tile_tokens(group: int) -> int:
-    """ROWS: tokens of a tile where as many query heads share a key."""
-    return max(1, QUERIES // triton.next_power_of_2(group))
+def tile_tokens(group: int, queries: int = QUERIES) -> int:
+    """ROWS: tokens of a tile of `queries` rows where as many query heads share a key."""
+    return max(1, queries // triton.next_power_of_2(group))
 
 
 def tiles(chunks: Sequence[tuple[int, int, int, int]], tokens: int) -> Tensor:

@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.common.dependent import launches_early
 
-FEW = 64  # rows, each of whose heads is a program; of more, a program has several
+FEW, MORE = 32, 256  # rows, up to which each head is a program, and a program has several heads of one row
 
 
 @triton.jit(do_not_specialize=["part_rows", "rows"])
@@ -56,60 +56,70 @@ def norm_rows(
     tl.store(out_ptr + row + c, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=held)
 
 
+@triton.jit
+def _halves(at, second, mask):
+    return (
+        tl.load(at, mask=mask, other=0.0).to(tl.float32),
+        tl.load(at + second, mask=mask, other=0.0).to(tl.float32),
+    )
+
+
 @triton.jit(do_not_specialize=["N"])
 def rotate_heads(
     heads_ptr, weight_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, slots_ptr, cache_ptr,
     N, row_stride, head_stride, eps, HQ, HK,
-    D: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, STORE: tl.constexpr,
-    PARTS: tl.constexpr, PDL: tl.constexpr,
+    HALF: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr,
+    STORE: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """q [N, HQ, D] and k [N, HK, D]: the heads of each row, normed with weight [G, D], then rotated.
 
     heads: rows `row_stride` apart, of at least G * D values, the sum of PARTS that are N rows apart.
     cos, sin [N, D], sin with the rotation's sign. STORE: keys go to cache[h, slots[n], 0] instead, and the HK
     heads that follow, values, go as they are to cache[h, slots[n], 1]; heads of the cache are `head_stride`
-    apart. A program has HEADS of a row.
+    apart. A program has HEADS of ROWS rows, each head as two halves of HALF = D / 2 values, HP its power of
+    two.
     """
-    row = tl.program_id(0).to(tl.int64)
-    g = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    d = tl.arange(0, DP)
+    i = tl.arange(0, ROWS * HEADS)
+    row = tl.program_id(0).to(tl.int64) * ROWS + i // HEADS
+    g = tl.program_id(1) * HEADS + i % HEADS
+    j = tl.arange(0, HP)[None, :]
     turned = g < HQ + HK
-    held = (d < D)[None, :] & (g < HQ + (2 * HK if STORE else HK))[:, None]
-    across = ((d + D // 2) % D)[None, :]
+    held = ((row < N) & (g < HQ + (2 * HK if STORE else HK)))[:, None] & (j < HALF)
+    known = held & turned[:, None]
     if NORM:
-        weight = weight_ptr + g[:, None] * D
-        gain = tl.load(weight + d[None, :], mask=held & turned[:, None], other=0.0).to(tl.float32)
-        gain_across = tl.load(weight + across, mask=held & turned[:, None], other=0.0).to(tl.float32)
+        gain = _halves(weight_ptr + g[:, None] * (2 * HALF) + j, HALF, known)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()  # not before: attention (decode.py) reads what is older than heads at once
     # All that is read is asked for before anything waits for a part of it.
-    cos = tl.load(cos_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-    sin = tl.load(sin_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+    head = heads_ptr + row[:, None] * row_stride + g[:, None] * (2 * HALF) + j
+    x, y = _halves(head, HALF, held)
+    angle = row[:, None] * (2 * HALF) + j
+    cos = _halves(cos_ptr + angle, HALF, known)
+    sin = _halves(sin_ptr + angle, HALF, known)
     if STORE:
-        slot = tl.load(slots_ptr + row).to(tl.int64)
-    head = heads_ptr + row * row_stride + g[:, None] * D
-    x = tl.load(head + d[None, :], mask=held, other=0.0).to(tl.float32)
-    y = tl.load(head + across, mask=held, other=0.0).to(tl.float32)
+        slot = tl.load(slots_ptr + row, mask=row < N, other=0).to(tl.int64)
     for part in tl.static_range(1, PARTS):
-        other = head + part * N * row_stride
-        x += tl.load(other + d[None, :], mask=held, other=0.0).to(tl.float32)
-        y += tl.load(other + across, mask=held, other=0.0).to(tl.float32)
-    z = x
+        more = _halves(head + part * N.to(tl.int64) * row_stride, HALF, held)
+        x += more[0]
+        y += more[1]
+    low, high = x, y
     if NORM:
-        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-        z = x * (scale * gain)
-        y *= scale * gain_across
-    out = tl.where(turned[:, None], z * cos + y * sin, x).to(q_ptr.dtype.element_ty)
-    tl.store(q_ptr + (row * HQ + g)[:, None] * D + d[None, :], out, mask=held & (g < HQ)[:, None])
-    keys = held & (g >= HQ)[:, None]
+        scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / (2 * HALF) + eps)[:, None]
+        low = x * (scale * gain[0])
+        high = y * (scale * gain[1])
+    kind = q_ptr.dtype.element_ty
+    first = tl.where(turned[:, None], low * cos[0] + high * sin[0], x).to(kind)
+    second = tl.where(turned[:, None], high * cos[1] + low * sin[1], y).to(kind)
+    to = q_ptr + (row * HQ + g)[:, None] * (2 * HALF)
     if STORE:
-        kind = (g - HQ) // HK
         h = ((g - HQ) % HK).to(tl.int64)
-        to = h * head_stride + (2 * slot + kind) * D
-        tl.store(cache_ptr + to[:, None] + d[None, :], out, mask=keys)
+        stored = h * head_stride + (2 * slot + (g - HQ) // HK) * (2 * HALF)
+        to = tl.where((g < HQ)[:, None], to, cache_ptr + stored[:, None])
     else:
-        tl.store(k_ptr + (row * HK + g - HQ)[:, None] * D + d[None, :], out, mask=keys)
+        to = tl.where((g < HQ)[:, None], to, k_ptr + (row * HK + g - HQ)[:, None] * (2 * HALF))
+    tl.store(to + j, first, mask=held)
+    tl.store(to + HALF + j, second, mask=held)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -239,26 +249,30 @@ def rotate(
     eps: float,
     *,
     store: tuple[Tensor, Tensor] | None = None,
+    q_NHD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Queries [N, num_q, D] and keys [N, num_k, D], normed with `weight` if given, then rotated.
 
     heads: [N, X], contiguous, queries, keys and whatever else, D values each; or [P, N, X], whose sum over P
     is meant. cos, sin: contiguous. store: a layer's cache [Hkv, S, 2, D] and the slots [N] of it for keys,
-    and for the values that follow them in a row; there are no keys to return then.
+    and for the values that follow them in a row; there are no keys to return then. q: contiguous, to be
+    filled and returned.
     """
     N, D = cos_ND.shape
     dtype = cos_ND.dtype
-    q_NHD = torch.empty(N, num_q, D, dtype=dtype, device=cos_ND.device)
+    if q_NHD is None:
+        q_NHD = torch.empty(N, num_q, D, dtype=dtype, device=cos_ND.device)
     k_NHD = None if store else torch.empty(N, num_k, D, dtype=dtype, device=cos_ND.device)
     if N:
         early = launches_early(heads.device)
         cache, slots = store or (q_NHD, q_NHD)
         total, block = num_q + num_k + (num_k if store else 0), 1 if N <= FEW else 8
-        rotate_heads[(N, -(-total // block))](
+        rows = 1 if N <= MORE else 2
+        rotate_heads[(triton.cdiv(N, rows), triton.cdiv(total, block))](
             heads, cos_ND if weight_GD is None else weight_GD, cos_ND, sin_ND,
             q_NHD, q_NHD if k_NHD is None else k_NHD, slots, cache,
             N, heads.stride(-2), cache.stride(0), eps, num_q, num_k,
-            D, triton.next_power_of_2(D), block, weight_GD is not None, store is not None,
+            D // 2, triton.next_power_of_2(D // 2), block, rows, weight_GD is not None, store is not None,
             count(heads), early, num_warps=1 if block == 1 else 4, launch_pdl=early,
         )  # fmt: skip
     return q_NHD, k_NHD

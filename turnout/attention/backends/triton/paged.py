@@ -1,4 +1,5 @@
-"""Attention on CUDA by kernels over the paged cache (kernels/attention/decode.py, prefill.py).
+"""Attention on CUDA by kernels over the paged cache (kernels/attention/decode.py, prefill.py, on Hopper
+prefill_specialised.py).
 
 Legend: N tokens of a step, M of them decoding, B chunks, P pages of the widest context, F fields of a tile,
 Hq/Hkv query/KV heads, D head size.
@@ -7,6 +8,7 @@ Hq/Hkv query/KV heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,9 +18,21 @@ from turnout.attention.paged import PagedAttention, to_device
 from turnout.attention.rows import RowAttention, StoredAttention, cut_of
 from turnout.registry import ATTENTION_BACKENDS, load
 
+HOPPER = 9  # the major compute capability
+
 
 class TritonAttention(PagedAttention):
     """Keys and values in pages, by one kernel for decoding tokens and one for chunks."""
+
+    @cached_property
+    def specialises(self) -> bool:
+        """Whether chunks are attended to by prefill_specialised.py, which has only what this asks for."""
+        spec = self.spec
+        if spec.head_dim != 128 or spec.window or spec.sinks or self.fixed_spans:
+            return False
+        if self.dtype != torch.bfloat16 or self.device.type != "cuda" or self.group > 128:
+            return False
+        return torch.cuda.get_device_capability(self.device)[0] == HOPPER
 
     def laid_out(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> Attention:
         return StepAttention(self, decoding, chunks)
@@ -35,8 +49,8 @@ class TritonAttention(PagedAttention):
 class StepAttention(StoredAttention):
     """Of a step: tokens of sequences that decode, then chunks of others."""
 
-    def __init__(self, paged: PagedAttention, decoding: Sequence[Chunk], chunks: Sequence[Chunk]):
-        from turnout.kernels.attention.prefill import tile_tokens, tiles
+    def __init__(self, paged: TritonAttention, decoding: Sequence[Chunk], chunks: Sequence[Chunk]):
+        from turnout.kernels.attention import prefill, prefill_specialised
 
         places_N, slots_N, table_BP, owners_N = paged.place_rows([*decoding, *chunks])
         self._num_decoding = at = sum(chunk.length for chunk in decoding)
@@ -50,11 +64,13 @@ class StepAttention(StoredAttention):
         for owner, chunk in enumerate(chunks, len(decoding)):
             extents.append((at, chunk.start, chunk.end, owner))
             at += chunk.length
-        tiles_TF = tiles(extents, tile_tokens(paged.group))
+        queries = prefill_specialised.QUERIES if paged.specialises else prefill.QUERIES
+        tiles_TF = prefill.tiles(extents, prefill.tile_tokens(paged.group, queries))
         self.places_N, slots_N, self._table_BP, owners_N, self._tiles_TF = to_device(
             [places_N, slots_N, table_BP, owners_N, tiles_TF], paged.device
         )
         super().__init__(paged, slots_N)
+        self._specialises = paged.specialises
         self._ends_M = self.places_N[: self._num_decoding] + 1
         self._table_MP = self._table_BP[owners_N[: self._num_decoding]]
         self._cut = cut_of(paged, max(1, self._num_decoding))
@@ -62,7 +78,7 @@ class StepAttention(StoredAttention):
     def attend(
         self, layer: int, q_NHD: Tensor, sinks_H: Tensor | None = None, out_NHD: Tensor | None = None
     ) -> Tensor:
-        from turnout.kernels.attention import decode, prefill
+        from turnout.kernels.attention import decode, prefill, prefill_specialised
 
         spec, cache_HS2D = self._paged.spec, self._paged.layer_cache(layer)
         page_size, scale, window = self._paged.page_size, spec.scale, spec.window
@@ -84,15 +100,10 @@ class StepAttention(StoredAttention):
         if self._prompts is not None:
             self._prompts.attend(layer, q_NHD[M:], out_NHD[M:], sinks_H)
             return out_NHD
-        prefill.attend(
-            q_NHD,
-            cache_HS2D,
-            self._tiles_TF,
-            self._table_BP,
-            out_NHD,
-            page_size=page_size,
-            scale=scale,
-            window=window,
-            sinks_H=sinks_H,
-        )
+        given = q_NHD, cache_HS2D, self._tiles_TF, self._table_BP, out_NHD
+        if self._specialises:
+            processors = self._paged.processors
+            prefill_specialised.attend(*given, page_size=page_size, scale=scale, processors=processors)
+        else:
+            prefill.attend(*given, page_size=page_size, scale=scale, window=window, sinks_H=sinks_H)
         return out_NHD
