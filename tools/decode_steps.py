@@ -8,13 +8,14 @@ Requests of --context tokens decode together. Contexts of more than 64 are not c
 states hold noise, so that what is chosen among them is spread over all of them. A step is timed whole, from
 the schedule to sampled tokens, as the mean over STEPS of them; `kernel_us` adds up the GPU's kernels of a
 step, which may overlap, by PARTS as well, and `busy` is the part of the profiled time in which at least one
-ran. `replay_ms` is what a replay of the step's graph takes, the median of groups of them on the GPU's clock:
-a busy host does not lengthen it. `floor_share` is the time that reading the step's bytes takes at BYTES_PER_S
-over the step's: weights outside experts without the input embedding, experts as far as uniform routing
-reaches them, what attention sees of the cache, and states of requests, which are written too. Prompts of
---prefill tokens are timed from their arrival to the first token of the last. Other flags of the engine are
-read from the environment. `copy_share` is the time that the same bytes take at this GPU's own copy rate,
-`copied_bytes_per_s`, over a replay's.
+ran. A profiled graph starts about 0.1 ms late, so `step_busy` relates the time in which kernels ran to
+`step_ms`, which no profiler saw. `replay_ms` is what a replay of the step's graph takes, the median of groups
+of them on the GPU's clock: a busy host does not lengthen it. `floor_share` is the time that reading the
+step's bytes takes at BYTES_PER_S over the step's: weights outside experts without the input embedding,
+experts as far as uniform routing reaches them, what attention sees of the cache, and states of requests,
+which are written too. Prompts of --prefill tokens are timed from their arrival to the first token of the
+last, the median of TIMES. Other flags of the engine are read from the environment. `copy_share` is the time
+that the same bytes take at this GPU's own copy rate, `copied_bytes_per_s`, over a replay's.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tools.command_line import parser_for
 from tools.kernel_timing import BYTES_PER_S, copied_bytes_per_s
-from tools.timeline import busy
+from tools.timeline import busy, covered
 from turnout import LLM, SamplingParams
 from turnout.attention.caches import AttentionCaches
 from turnout.attention.kinds import AttentionSpec, CompressedSpec, SparseLatentSpec
@@ -51,6 +52,7 @@ from turnout.parallel.hardware import detect
 
 PROMPT, LENGTH = 64, 128  # tokens of a prompt that is computed, and of an answer
 STEPS, PROFILED = 40, 4
+TIMES = 5  # that prompts are timed
 REPLAYS, GROUPS = 10, 9  # of a graph, between two events, and how many times
 KERNELS = 16  # listed per row, those that take most
 # Of a step, by what kernels are called: the first that is found.
@@ -160,7 +162,9 @@ class Bench:
             at_a_copys_rate = nbytes / self.loaded["copied_bytes_per_s"] * 1e3
             replays["copy_share"] = at_a_copys_rate / replays["replay_ms"]
         share = nbytes / BYTES_PER_S / (step_ms / 1e3)
-        return {"step_ms": step_ms, "floor_share": share} | replays | _kernels(seen, PROFILED)
+        kernels = _kernels(seen, PROFILED)
+        step_busy = kernels["covered_us"] / (1000 * step_ms)
+        return {"step_ms": step_ms, "floor_share": share, "step_busy": step_busy} | replays | kernels
 
     def _bytes_read(self, core: EngineCore, requests: int) -> float:
         """By one decode step: see the top of this file."""
@@ -178,14 +182,15 @@ class Bench:
         return memory["dense"] - embedding + reached * memory["experts"] + requests * (cache + states)
 
     def _prefill(self, core: EngineCore, tokens: int, requests: int) -> dict[str, Any]:
-        """The second of two times, and the kernels of a third, of all its steps together."""
-        seconds = steps = 0.0
-        for _ in range(2):
+        """The median of TIMES, after one more, and the kernels of another, of all its steps together."""
+        times = []
+        for _ in range(1 + TIMES):
             _wait()
             start = time.perf_counter()
             steps = self._prompt_steps(core, tokens, requests)
             _wait()
-            seconds = time.perf_counter() - start
+            times.append(time.perf_counter() - start)
+        seconds = median(times[1:])
         with profile(activities=[_watched()]) as seen:
             self._prompt_steps(core, tokens, requests)
             _wait()
@@ -324,6 +329,7 @@ def _kernels(seen: profile, times: int) -> dict[str, Any]:
         "launches": round(sum(count for count, _ in totals.values())),
         "kernel_us": sum(us for _, us in totals.values()),
         "busy": busy(spans),
+        "covered_us": covered(spans) / times,
         "parts": {name: {"launches": count, "us": us} for name, (count, us) in sorted(parts.items())},
         "kernels": [{"name": name, "launches": count, "us": us} for name, (count, us) in largest],
     }

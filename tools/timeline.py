@@ -167,14 +167,17 @@ def panels_of_profile(
 def busy(spans: Iterable[tuple[float, float]]) -> float:
     """The part of the time from the first start to the last end that lies in at least one span."""
     spans = sorted(spans)
-    if not spans:
-        return 0.0
-    begin = end = spans[0][0]
-    covered = 0.0
-    for start, stop in spans:
-        covered += max(0.0, stop - max(start, end))
+    whole = max((stop for _, stop in spans), default=0.0) - (spans[0][0] if spans else 0.0)
+    return covered(spans) / whole if whole > 0 else 0.0
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The time that lies in at least one span."""
+    found, end = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        found += max(0.0, stop - max(start, end))
         end = max(end, stop)
-    return covered / (end - begin) if end > begin else 0.0
+    return found
 
 
 def _of_steps(events: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> list[Kernel]:

@@ -164,8 +164,8 @@ class PagedAttention:
         held = request.kv[self.number]
         if held.placed < len(held.pages):
             self._copied[request.row] = min(self._copied[request.row], held.placed)
-            fresh = torch.tensor(held.pages[held.placed :])
-            self.host_table[request.row, held.placed : len(held.pages)] = fresh
+            fresh = held.pages[held.placed :]
+            self.host_table.numpy()[request.row, held.placed : len(held.pages)] = fresh
             held.placed = len(held.pages)
 
     def _single_slots(self, rows_B: Tensor, places_B: Tensor) -> Tensor:

@@ -215,9 +215,11 @@ def programs_of(
     """Those that take least; None where kernels that rotate and then attend take less. cut: of
     `decode.cut_of`.
 
-    With heads of 128 values, in us a layer on an H200 (docs/notes/attention.md), for 1, 8, 16, 32, 64 and 128
-    requests of 1,100 tokens: 5, 12, 18, 28, 43 and 75, rather than 8, 12, 27, 36, 46 and 78 by one shape of
-    program for all. Others have not been measured so.
+    With heads of 128 values, in us a layer on an H200 (docs/notes/attention.md), for 16, 32, 64 and 128
+    requests of 1,100 tokens: 18, 28, 43 and 75, rather than 27, 36, 46 and 78 by one shape of program for
+    all. One request takes 5 rather than 8 by spans of 128 tokens, but decode steps of it take 1.87 ms rather
+    than 1.66: a multiprocessor holds one such program, and what comes next finds no room to begin. Others
+    have not been measured so.
     """
     pairs = batch * num_kv_heads
     if head_dim != 128 or itemsize != 2 or window:
@@ -227,8 +229,8 @@ def programs_of(
         return Programs(Cut(1, BLOCK), 4, registers=128)  # a multiprocessor holds four
     if wanted == 1:
         return Programs(Cut(1, BLOCK), stages=5)
-    if cut.splits == 1 or wanted > 16:  # one on a multiprocessor
-        return Programs(Cut(cut.splits, WIDE))
+    if cut.splits == 1 and wanted <= 16:  # one on a multiprocessor
+        return Programs(Cut(1, WIDE))
     if wanted <= 4:
         return Programs(Cut(2, BLOCK), stages=5)
     return Programs(Cut(cut.splits, BLOCK))

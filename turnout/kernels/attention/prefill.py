@@ -6,7 +6,7 @@ read from their pages; nothing is gathered or padded before, and no mask is made
 that none is left over at the end.
 
 Legend: N rows of the step, Hq/Hkv query/KV heads, G = Hq/Hkv, GP its power of two, D head size, DP its power
-of two, S slots of the cache, B chunks, P pages of a row of the table, ROWS tokens of a tile.
+of two, S slots of the cache, B chunks, P pages of a row of the table, T tiles, ROWS tokens of one.
 """
 
 from __future__ import annotations
@@ -142,15 +142,14 @@ def tile_tokens(group: int, queries: int = QUERIES) -> int:
 def tiles(chunks: Sequence[tuple[int, int, int, int]], tokens: int) -> Tensor:
     """int64 [tiles, FIELDS] on the host, those that take longest first. chunks: (first row in the step,
     start, end, a number of the chunk: here its row of the table) of each; tokens: of a tile."""
-    found = [torch.empty(0, FIELDS, dtype=torch.int64)]
-    for row, start, end, number in chunks:
-        places = torch.arange(start, end, tokens)
-        counts = (end - places).clamp(max=tokens)
-        found.append(
-            torch.stack((places - start + row, counts, places, torch.full_like(places, number)), dim=1)
-        )
-    whole = torch.cat(found)
-    return whole[whole[:, 2].argsort(descending=True)]
+    rows_B, starts_B, ends_B, numbers_B = torch.tensor(chunks, dtype=torch.int64).view(-1, FIELDS).T
+    tiles_B = (ends_B - starts_B + tokens - 1) // tokens
+    owners_T = torch.repeat_interleave(tiles_B)
+    skipped_T = (torch.arange(len(owners_T)) - (tiles_B.cumsum(0) - tiles_B)[owners_T]) * tokens
+    places_T = starts_B[owners_T] + skipped_T
+    counts_T = (ends_B[owners_T] - places_T).clamp(max=tokens)
+    fields = rows_B[owners_T] + skipped_T, counts_T, places_T, numbers_B[owners_T]
+    return torch.stack(fields, dim=1)[places_T.argsort(descending=True)]
 
 
 def attend(
