@@ -113,11 +113,15 @@ def test_decoding_in_graphs_is_what_running_eagerly_gives(folder: Path) -> None:
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
 def test_long_answers_in_graphs_are_repeatable_and_count_only_tokens(folder: Path, overlap: str) -> None:
-    """With steps that overlap too: a request that ends at its maximum brings no row more."""
+    """With steps that overlap too: a request that ends at its maximum brings no row more. Of the same steps:
+    prompts that are partly cached, and graphs of other sizes, have products by other kernels, and this
+    model's best tokens are often two in bfloat16."""
     greedy = SamplingParams(max_tokens=40, ignore_eos=True)
-    flags = SETTINGS | {"overlap_schedule": overlap}
+    flags = SETTINGS | {"overlap_schedule": overlap, "disable_prefix_cache": True}
     with LLM(str(folder), device="cuda", dtype="bfloat16", max_running_requests=12, **flags) as llm:
         core = llm._open()
+        for _ in range(40):  # sizes are left for steps with nothing to do
+            core.step()
         before = sum(map(sum, core._model.expert_counts()))
         first = [completion.token_ids for completion in llm.generate(prompts(9), greedy)]
         routed = sum(map(sum, core._model.expert_counts())) - before

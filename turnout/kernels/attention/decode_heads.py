@@ -215,11 +215,11 @@ def programs_of(
     """Those that take least; None where kernels that rotate and then attend take less. cut: of
     `decode.cut_of`.
 
-    With heads of 128 values, in us a layer on an H200 (docs/notes/attention.md), for 16, 32, 64 and 128
-    requests of 1,100 tokens: 18, 28, 43 and 75, rather than 27, 36, 46 and 78 by one shape of program for
-    all. One request takes 5 rather than 8 by spans of 128 tokens, but decode steps of it take 1.87 ms rather
-    than 1.66: a multiprocessor holds one such program, and what comes next finds no room to begin. Others
-    have not been measured so.
+    With heads of 128 values, in us a layer on an H200 (docs/notes/attention.md), for 16, 32 and 128 requests
+    of 1,100 tokens: 18, 28 and 75, rather than 27, 36 and 78 by one shape of program for all. What takes less
+    alone may not in a step, whose next kernels find no room to begin: one request of 200 tokens by spans of
+    128 takes 1.87 ms rather than 1.66, 64 of 64 tokens in five stages 6.74 rather than 6.58. Others have not
+    been measured so.
     """
     pairs = batch * num_kv_heads
     if head_dim != 128 or itemsize != 2 or window:
@@ -228,7 +228,7 @@ def programs_of(
     if wanted == 1 and pairs > 2 * processors:
         return Programs(Cut(1, BLOCK), 4, registers=128)  # a multiprocessor holds four
     if wanted == 1:
-        return Programs(Cut(1, BLOCK), stages=5)
+        return Programs(Cut(1, BLOCK))
     if cut.splits == 1 and wanted <= 16:  # one on a multiprocessor
         return Programs(Cut(1, WIDE))
     if wanted <= 4:
