@@ -33,8 +33,7 @@ from turnout.kernels.attention.decode import (
     weigh,
 )
 from turnout.kernels.common.dependent import launches_early
-from turnout.kernels.common.latent_rows import load_sum
-from turnout.kernels.common.rows import count
+from turnout.kernels.common.parts import count_parts, load_sum
 
 # Rows times KV heads, up to which this takes less by programs of eight warps: Qwen3-30B's decode steps on an
 # H200 (docs/notes/serving.md), in ms: 16 requests of 190 tokens 4.60 rather than 4.96, 64 6.90 than 6.99;
@@ -273,7 +272,7 @@ def attend(
         scale * math.log2(math.e), eps, B, heads.stride(-2), cache_HS2D.stride(0),
         table_BP.shape[1], num_k, splits,
         G, GQ, max(16, GQ), D, max(16, triton.next_power_of_2(D)), page_size, block, window,
-        splits == 1, sinks_H is not None, weight_GD is not None, count(heads), early,
+        splits == 1, sinks_H is not None, weight_GD is not None, count_parts(heads), early,
         num_warps=programs.warps, num_stages=programs.stages, maxnreg=programs.registers, launch_pdl=early,
     )  # fmt: skip
     if splits > 1:

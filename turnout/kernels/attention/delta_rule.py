@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.common.dependent import launches_early
+from turnout.kernels.common.parts import count_parts
 
 NUM_WARPS = 4
 FEW = 4  # requests, whose states are divided by columns
@@ -285,7 +286,7 @@ def step(
     columns = min(COLUMNS, triton.next_power_of_2(Dv))
     step_columns[(B, Hk, Hv // Hk * triton.cdiv(Dv, columns))](
         *held, o_BHV, done_X, out_BY, X, Hk, B * X, Dk**-0.5, eps, *sizes, columns,
-        W, triton.next_power_of_2(W), len(mixed) if mixed.dim() == 3 else 1, early,
+        W, triton.next_power_of_2(W), count_parts(mixed), early,
         num_warps=NUM_WARPS, launch_pdl=early,
     )  # fmt: skip
     return out_BY

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.common.dependent import launches_early
 from turnout.kernels.common.fp8_weights import scaled
-from turnout.kernels.common.rows import count
+from turnout.kernels.common.parts import count_parts
 from turnout.kernels.common.split_gemm import OUTPUTS, pieces
 
 
@@ -85,6 +85,6 @@ def gated_parts(
     multiply_gated_row[(-(-M // OUTPUTS), len(y_P1M))](
         x, token, weight_MK, weight_MK if scale_GM is None else scale_GM, more_1M.contiguous(), y_P1M,
         M, K, x.shape[-1], token.stride(0), weight_MK.stride(0),
-        count(x), count(token), OUTPUTS, columns, group, early, num_warps=4, launch_pdl=early,
+        count_parts(x), count_parts(token), OUTPUTS, columns, group, early, num_warps=4, launch_pdl=early,
     )  # fmt: skip
     return y_P1M

@@ -16,17 +16,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.common.dependent import launches_early
+from turnout.kernels.common.parts import count_parts, load_sum
 
 HEADS = 8  # of a program
-
-
-@triton.jit
-def load_sum(at, part_stride, held, PARTS: tl.constexpr):
-    """float32: the sum of what stands at `at` in each part."""
-    x = tl.load(at, mask=held, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        x += tl.load(at + part * part_stride, mask=held, other=0.0).to(tl.float32)
-    return x
 
 
 @triton.jit
@@ -125,7 +117,7 @@ def latents(
             x, gain if query_gain is None else query_gain, gain, cos_NR, sin_NR,
             latent if query is None else query, latent, X, N * X, X - Lc - R, max(1, Lq), eps,
             triton.next_power_of_2(max(1, Lq)), Lc, triton.next_power_of_2(Lc), R,
-            triton.next_power_of_2(R), len(x) if x.dim() == 3 else 1, early,
+            triton.next_power_of_2(R), count_parts(x), early,
             num_warps=4, launch_pdl=early,
         )  # fmt: skip
     return latent, query
@@ -139,7 +131,7 @@ def rotated(x: Tensor, num_heads: int, head_dim: int, cos_NR: Tensor, sin_NR: Te
         early = launches_early(x.device)
         rotate_tails[(N, triton.cdiv(num_heads, HEADS))](
             x, cos_NR, sin_NR, out, X, N * X, num_heads,
-            head_dim, triton.next_power_of_2(head_dim), R, HEADS, len(x) if x.dim() == 3 else 1, early,
+            head_dim, triton.next_power_of_2(head_dim), R, HEADS, count_parts(x), early,
             num_warps=4, launch_pdl=early,
         )  # fmt: skip
     return out

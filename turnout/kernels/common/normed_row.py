@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.common.dependent import launches_early
 from turnout.kernels.common.fp8_weights import scaled
+from turnout.kernels.common.parts import count_parts
 from turnout.kernels.common.split_gemm import OUTPUTS, ROW_OUTPUTS, ROW_WARPS, pieces, whole_rows
 
 
@@ -114,13 +115,13 @@ def normed_parts(
     x_1H = x_1H.contiguous()
     total_1H = x_1H if delta is None else torch.empty_like(x_1H)
     normed_1H = torch.empty_like(x_1H)
-    count = 0 if delta is None else len(delta) if delta.dim() == 3 else 1
+    parts = 0 if delta is None else count_parts(delta)
     early = launches_early(x_1H.device)
     if not group and whole_rows(M, H):
         y_11M = torch.empty(1, 1, M, dtype=torch.float32, device=x_1H.device)
         multiply_whole_row[(M // ROW_OUTPUTS,)](
             x_1H, x_1H if delta is None else delta.contiguous(), gain_H, weight_MH, total_1H, normed_1H,
-            y_11M, eps, weight_MH.stride(0), count, H, ROW_OUTPUTS, early, num_warps=ROW_WARPS,
+            y_11M, eps, weight_MH.stride(0), parts, H, ROW_OUTPUTS, early, num_warps=ROW_WARPS,
             launch_pdl=early,
         )  # fmt: skip
         return total_1H, normed_1H, y_11M
@@ -129,7 +130,7 @@ def normed_parts(
         x_1H, x_1H if delta is None else delta.contiguous(), gain_H, weight_MH,
         weight_MH if scale_GM is None else scale_GM, total_1H, normed_1H, y_P1M,
         M, H, eps, weight_MH.stride(0),
-        count, triton.next_power_of_2(H), OUTPUTS, width, group, early,
-        num_warps=8 if count > 1 else 4, launch_pdl=early,
+        parts, triton.next_power_of_2(H), OUTPUTS, width, group, early,
+        num_warps=8 if parts > 1 else 4, launch_pdl=early,
     )  # fmt: skip
     return total_1H, normed_1H, y_P1M

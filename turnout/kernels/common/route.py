@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.common.dependent import launches_early
+from turnout.kernels.common.parts import count_parts
 
 
 @triton.jit
@@ -125,7 +126,7 @@ def choose(
         block, early = triton.next_power_of_2(E), launches_early(logits.device)
         choose_experts[(T,)](
             logits, ids_TK if real_T is None else real_T, ids_TK, weights_TK, counts_E, scaling, T, E,
-            len(logits) if logits.dim() == 3 else 1, top_k, triton.next_power_of_2(top_k), block, of_all,
+            count_parts(logits), top_k, triton.next_power_of_2(top_k), block, of_all,
             renormalize, real_T is not None, early,
             num_warps=1 if block <= 256 else 4, launch_pdl=early,
         )  # fmt: skip
@@ -223,7 +224,7 @@ def choose_sigmoid(
         block, early = triton.next_power_of_2(E), launches_early(logits.device)
         choose_by_sigmoid[(T,)](
             logits, logits if bias_E is None else bias_E, ids_TK if real_T is None else real_T, ids_TK,
-            weights_TK, counts_E, scaling, T, E, len(logits) if logits.dim() == 3 else 1, top_k,
+            weights_TK, counts_E, scaling, T, E, count_parts(logits), top_k,
             triton.next_power_of_2(top_k), block, bias_E is not None, groups, kept,
             triton.next_power_of_2(groups), E // groups, roots, renormalize, real_T is not None, early,
             num_warps=1 if block <= 256 else 4, launch_pdl=early,
@@ -275,7 +276,7 @@ def choose_of_token(
         early = launches_early(logits.device)
         choose_by_token[(T,)](
             logits, table_VK, token_ids_T.contiguous(), ids_TK if real_T is None else real_T, ids_TK,
-            weights_TK, counts_E, scaling, T, E, len(logits) if logits.dim() == 3 else 1, top_k,
+            weights_TK, counts_E, scaling, T, E, count_parts(logits), top_k,
             triton.next_power_of_2(top_k), renormalize, real_T is not None, early,
             num_warps=1, launch_pdl=early,
         )  # fmt: skip

@@ -22,6 +22,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.common.dependent import launches_early
+from turnout.kernels.common.parts import count_parts
 
 FEW, MORE = 32, 256  # rows, up to which each head is a program, and a program has several heads of one row
 
@@ -228,7 +229,7 @@ def norm(x_NH: Tensor, weight_H: Tensor, eps: float, delta: Tensor | None = None
         rows, part_rows = delta.stride(-2) // H, delta.stride(0) // H
     out_NH = torch.empty_like(x_NH)
     sum_NH = x_NH if delta is None else torch.empty_like(x_NH)
-    parts = 0 if delta is None else count(delta)
+    parts = 0 if delta is None else count_parts(delta)
     if N:
         block, early = triton.next_power_of_2(H), launches_early(x_NH.device)
         warps = min(16, max(1, block // (128 if parts > 1 else 512)))
@@ -273,7 +274,7 @@ def rotate(
             q_NHD, q_NHD if k_NHD is None else k_NHD, slots, cache,
             N, heads.stride(-2), cache.stride(0), eps, num_q, num_k,
             D // 2, triton.next_power_of_2(D // 2), block, rows, weight_GD is not None, store is not None,
-            count(heads), early, num_warps=1 if block == 1 else 4, launch_pdl=early,
+            count_parts(heads), early, num_warps=1 if block == 1 else 4, launch_pdl=early,
         )  # fmt: skip
     return q_NHD, k_NHD
 
@@ -306,8 +307,8 @@ def gate(
         x = x.contiguous()
         gate_rows[(N, triton.cdiv(M, block))](
             x, x if token is None else token, out_NM, N, M, X, 0 if token is None else token.stride(-2),
-            float(limit or 0), count(x), 0 if token is None else count(token), limit is not None, block,
-            early, num_warps=4, launch_pdl=early,
+            float(limit or 0), count_parts(x), 0 if token is None else count_parts(token), limit is not None,
+            block, early, num_warps=4, launch_pdl=early,
         )  # fmt: skip
     return out_NM
 
@@ -319,15 +320,10 @@ def gated(x_NM: Tensor, gate: Tensor) -> Tensor:
     if N:
         block, early = 512, launches_early(x_NM.device)
         gate_values[(triton.cdiv(N * M, block),)](
-            x_NM.contiguous(), gate.contiguous(), out_NM, N, M, count(gate), block, early,
+            x_NM.contiguous(), gate.contiguous(), out_NM, N, M, count_parts(gate), block, early,
             num_warps=4, launch_pdl=early,
         )  # fmt: skip
     return out_NM
-
-
-def count(x: Tensor) -> int:
-    """Of parts [P, N, M]; 1 of [N, M]."""
-    return len(x) if x.dim() == 3 else 1
 
 
 def angles(

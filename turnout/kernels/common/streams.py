@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.common.dependent import launches_early
+from turnout.kernels.common.parts import count_parts
 
 ROWS, COLUMNS = 16, 32  # of a program that multiplies: tokens, and columns of each stream
 MIXED = 512  # columns of a stream that are mixed at a time
@@ -241,7 +242,7 @@ def _connected(
     cut = cut or cut_of(N, H)
     CP, B = max(16, triton.next_power_of_2(C)), triton.cdiv(H, COLUMNS * cut.steps)
     post_in, y = (part.contiguous() for part in added) if added else (scale, x_NSH)
-    count = 0 if added is None else len(y) if y.dim() == 3 else 1
+    parts = 0 if added is None else count_parts(y)
     total_NSH, out_NH = torch.empty_like(x_NSH) if added else x_NSH, x_NSH.new_empty(N, H)
     parts_NBC = torch.empty(N, B, CP + S * S, dtype=torch.float32, device=x_NSH.device)
     post_NS, mixed_NSH = kept or (out_NH, out_NH)
@@ -250,7 +251,7 @@ def _connected(
         grid = triton.cdiv(N, ROWS), B
         stream_products[grid](
             x_NSH, post_in, y, fn_CX, total_NSH, parts_NBC, N, H, B,
-            S, C, CP, count, ROWS, COLUMNS, cut.steps, early, num_warps=cut.warps, launch_pdl=early,
+            S, C, CP, parts, ROWS, COLUMNS, cut.steps, early, num_warps=cut.warps, launch_pdl=early,
         )  # fmt: skip
         stream_mixture[(N, triton.cdiv(H, MIXED * cut.blocks))](
             total_NSH, parts_NBC, base_C, scale, gain_H, out_NH, post_NS, mixed_NSH, H, B, *eps,

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.common.dependent import launches_early
-from turnout.kernels.common.latent_rows import load_sum
+from turnout.kernels.common.parts import count_parts, load_sum
 
 HEADS = 4  # of a program
 COPIED = 512  # columns of a program that divides
@@ -157,7 +157,7 @@ def divide(
         divide_rows[(N, 2 + triton.cdiv(X + I, COPIED))](
             x, query_gain_L, kv_gain_D, cos_NR.contiguous(), sin_NR.contiguous(), q_NL, kv_ND, raw_NX,
             weights_NI, x.stride(-2), x.stride(0), L, D, cos_NR.shape[-1], X, I, scale, eps,
-            triton.next_power_of_2(L), triton.next_power_of_2(D), COPIED, len(x) if x.dim() == 3 else 1,
+            triton.next_power_of_2(L), triton.next_power_of_2(D), COPIED, count_parts(x),
             early, num_warps=4, launch_pdl=early,
         )  # fmt: skip
     return q_NL, kv_ND, raw_NX, weights_NI
