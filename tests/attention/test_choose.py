@@ -98,7 +98,10 @@ WIDE = AttentionSpec.full(num_heads=32, num_kv_heads=4, head_dim=128)
 @pytest.mark.parametrize(
     ("spec", "place", "prompts", "tokens"),
     [
-        (WIDE, HOPPER, "flash-attn-4", 512),
+        (WIDE, HOPPER, "triton", 0),  # by specialised warps, which float16 and sinks have not
+        (WIDE, replace(HOPPER, dtype="float16"), "flash-attn-4", 512),
+        (replace(WIDE, sinks=True), HOPPER, "flash-attn-4", 512),
+        (replace(WIDE, head_dim=256, value_dim=256), HOPPER, "flash-attn-4", 512),
         (SPEC, HOPPER, "flash-attn-4", 1024),
         (SPEC.sliding(128), HOPPER, "triton", 0),  # where it was not measured
         (WIDE, replace(HOPPER, architecture=100), "triton", 0),
@@ -121,7 +124,7 @@ def test_a_library_that_is_not_installed_is_named_with_what_it_would_bring(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("turnout.packages._is_here", lambda module: module != "flash_attn")
-    here = replace(HOPPER, present=True)
+    here = replace(HOPPER, present=True, dtype="float16")
     found = choose(WIDE, here)
     assert found is not None
     assert str(found) == (

@@ -71,9 +71,10 @@ class StepAttention(StoredAttention):
         )
         super().__init__(paged, slots_N)
         self._specialises = paged.specialises
-        self._ends_M = self.places_N[: self._num_decoding] + 1
-        self._table_MP = self._table_BP[owners_N[: self._num_decoding]]
-        self._cut = cut_of(paged, max(1, self._num_decoding))
+        if M := self._num_decoding:
+            self._ends_M = self.places_N[:M] + 1
+            self._table_MP = self._table_BP[owners_N[:M]]
+            self._cut = cut_of(paged, M)
 
     def attend(
         self, layer: int, q_NHD: Tensor, sinks_H: Tensor | None = None, out_NHD: Tensor | None = None
@@ -84,19 +85,19 @@ class StepAttention(StoredAttention):
         page_size, scale, window = self._paged.page_size, spec.scale, spec.window
         q_NHD = q_NHD.contiguous()
         out_NHD = torch.empty_like(q_NHD) if out_NHD is None else out_NHD
-        M = self._num_decoding
-        decode.attend(
-            q_NHD[:M],
-            cache_HS2D,
-            self._table_MP,
-            self._ends_M,
-            page_size=page_size,
-            cut=self._cut,
-            scale=scale,
-            window=window,
-            sinks_H=sinks_H,
-            out_BHD=out_NHD[:M],
-        )
+        if M := self._num_decoding:
+            decode.attend(
+                q_NHD[:M],
+                cache_HS2D,
+                self._table_MP,
+                self._ends_M,
+                page_size=page_size,
+                cut=self._cut,
+                scale=scale,
+                window=window,
+                sinks_H=sinks_H,
+                out_BHD=out_NHD[:M],
+            )
         if self._prompts is not None:
             self._prompts.attend(layer, q_NHD[M:], out_NHD[M:], sinks_H)
             return out_NHD
