@@ -127,6 +127,19 @@ def _release(empty):
 
 
 @gluon.jit
+def _store(acc, staged, out_ptr, first, count, h, Hkv, HALF: gl.constexpr, G: gl.constexpr, GP: gl.constexpr):
+    """Half of a tile's results, by way of the shared memory `staged`, where they lie as rows."""
+    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    staged.store(acc.to(gl.bfloat16))
+    gl.thread_barrier()
+    row = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, STORE))
+    token, g = row // GP, row % GP
+    at = ((first + token) * (Hkv * G) + h * G + g)[:, None] * 128
+    at += gl.arange(0, 128, gl.SliceLayout(0, STORE))[None, :]
+    gl.store(out_ptr + at, staged.load(STORE), mask=((token < count) & (g < G))[:, None])
+
+
+@gluon.jit
 def attend_work(
     out_ptr, tiles_ptr, q, k, v, staged, q_full, q_empty, k_full, k_empty, v_full, v_empty, total, Hkv, scale,
     HALF: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
@@ -135,7 +148,6 @@ def attend_work(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     mine = q.index(HALF)
     stage = 0
     phase = 0
@@ -179,13 +191,7 @@ def attend_work(
         _release(v_empty.index(stage))
         stage, phase = advance(stage, phase, STAGES)
         acc *= gl.convert_layout(1.0 / sums, gl.SliceLayout(1, SUMS))[:, None]
-        staged.store(acc.to(gl.bfloat16))
-        gl.thread_barrier()
-        row = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, STORE))
-        token, g = row // GP, row % GP
-        at = ((first + token) * (Hkv * G) + h * G + g)[:, None] * 128
-        at += gl.arange(0, 128, gl.SliceLayout(0, STORE))[None, :]
-        gl.store(out_ptr + at, staged.load(STORE), mask=((token < count) & (g < G))[:, None])
+        _store(acc, staged, out_ptr, first, count, h, Hkv, HALF, G, GP)
         turn += 1
         work = place_of(turn, total)
 
