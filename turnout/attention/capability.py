@@ -17,6 +17,7 @@ from turnout.packages import Package
 from turnout.vocabulary import AttentionKind, ComputeDtype, Device
 
 AUTO = "auto"
+HOPPER = 9  # a major compute capability
 HALF_PRECISION = frozenset({"bfloat16", "float16"})
 
 
@@ -98,6 +99,7 @@ class AttentionBackend:
     `FlashAttn4Prompts`, of latent attention by functions like `latent.attend`, and of recurrent layers by a
     `StatePrompts` (states.py). pays_from: tokens that
     prompts of a step must have on average for it to be faster than that one; None where that is not known.
+    own_prompts: layers whose prompts no library computes faster; one is taken only where it is asked for.
     """
 
     name: str
@@ -115,6 +117,7 @@ class AttentionBackend:
     states: StateKernels | None = None
     prompts_for: str = ""
     pays_from: Callable[[AttentionSpec, Place], int | None] = lambda spec, place: None
+    own_prompts: Callable[[AttentionSpec, Place], bool] = lambda spec, place: False
 
     def obstacles(self, spec: AttentionSpec, place: Place) -> list[Obstacle]:
         """All that stands in the way of this layer; [] if nothing does."""

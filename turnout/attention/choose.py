@@ -57,7 +57,7 @@ def _with_prompts(
         limits = other.limits(spec, place)
         if place.asked == other.name:
             return None if limits else replace(own, prompts=other.name)
-        least = other.pays_from(spec, place)
+        least = None if backend.own_prompts(spec, place) else other.pays_from(spec, place)
         if least is None or spec.kind not in other.implementations:
             continue
         if limits:

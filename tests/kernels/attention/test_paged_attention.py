@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +60,11 @@ def test_interpreted(results: dict[str, bool], case: str):
     assert results[case]
 
 
+def decoded_first(of_batches: list[Any]) -> set[Any]:
+    """What steps need that decode 1, 2, 4, ... requests and the most. of_batches: what 1, 2, 3, ... do."""
+    return {x for B, x in enumerate(of_batches, 1) if B & (B - 1) == 0} | {of_batches[-1]}
+
+
 @pytest.mark.parametrize("processors", [78, 108, 114, 132])
 def test_first_prompts_decode_by_every_cut(processors: int):
     """As many tokens as powers of two, and the most, are decoded first (engine/warmup.py): no number of
@@ -70,8 +76,7 @@ def test_first_prompts_decode_by_every_cut(processors: int):
     ):
         cuts = [cut_of(B, heads, size, 2, context, window, processors) for B in range(1, 301)]
         for most in (1, 7, 22, 25, 40, 64, 300):
-            first = {cuts[B - 1] for B in range(1, most + 1) if B & (B - 1) == 0} | {cuts[most - 1]}
-            assert set(cuts[:most]) == first, (heads, size, window, context, most)
+            assert set(cuts[:most]) == decoded_first(cuts[:most]), (heads, size, window, context, most)
 
 
 @pytest.mark.parametrize("processors", [78, 108, 114, 132])
@@ -89,8 +94,7 @@ def test_first_prompts_decode_by_every_program_that_turns_heads(processors: int)
             for B in range(1, 301)
         ]
         for most in (1, 7, 22, 25, 40, 64, 300):
-            first = {chosen[B - 1] for B in range(1, most + 1) if B & (B - 1) == 0} | {chosen[most - 1]}
-            assert set(chosen[:most]) == first, (heads, size, window, context, most)
+            assert set(chosen[:most]) == decoded_first(chosen[:most]), (heads, size, window, context, most)
 
 
 RESULTS = Path(__file__).parents[3] / "benchmarks/results"

@@ -22,6 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from turnout.kernels.attention.decode import join_spans
 from turnout.kernels.attention.latent import Tiles, spans
 from turnout.kernels.common.dependent import launches_early
+from turnout.kernels.common.devices import on_hopper
 
 COPIED = 1024  # channels of a program that stores
 MADE_OF = 16  # tokens that an entry is made of, at a time
@@ -41,7 +42,7 @@ def tiles_for(rows: int, *, decoding: bool) -> Tiles:
 def can_specialise(q_NHD: Tensor) -> bool:
     """Whether there are tiles `specialised` for these queries: of DeepSeek-V4's sizes, on Hopper."""
     fits = q_NHD.shape[2] == 512 and q_NHD.dtype == torch.bfloat16
-    return fits and q_NHD.is_cuda and torch.cuda.get_device_capability(q_NHD.device)[0] == 9
+    return fits and on_hopper(q_NHD)
 
 
 @triton.jit

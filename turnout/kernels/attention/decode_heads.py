@@ -22,6 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.attention.decode import (
     BLOCK,
+    FEW,
     WIDE,
     Cut,
     join,
@@ -34,19 +35,12 @@ from turnout.kernels.attention.decode import (
 )
 from turnout.kernels.common.dependent import launches_early
 from turnout.kernels.common.parts import count_parts, load_sum
+from turnout.kernels.common.rows import load_halves, turn
 
 # Rows times KV heads, up to which this takes less by programs of eight warps: Qwen3-30B's decode steps on an
 # H200 (docs/notes/serving.md), in ms: 16 requests of 190 tokens 4.60 rather than 4.96, 64 6.90 than 6.99;
 # with 128 requests, 512 programs, 7.64 rather than 7.60, with 256 10.2 than 9.7.
 PROGRAMS = 256
-
-
-@triton.jit
-def _load_halves(at, mask, HALF: tl.constexpr):
-    return (
-        tl.load(at, mask=mask, other=0.0).to(tl.float32),
-        tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32),
-    )
 
 
 @triton.jit
@@ -57,11 +51,8 @@ def _turned(
     """Both halves [., HP] of heads `at` [., HP], normed and rotated, as `kind`."""
     low = load_sum(at, part_stride, mask, PARTS)
     high = load_sum(at + HALF, part_stride, mask, PARTS)
-    if NORM:
-        scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / (2 * HALF) + eps)[:, None]
-        low *= scale * gains[0]
-        high *= scale * gains[1]
-    return (low * cos[0] + high * sin[0]).to(kind), (high * cos[1] + low * sin[1]).to(kind)
+    low, high = turn(low, high, gains, cos, sin, eps, HALF, NORM)
+    return low.to(kind), high.to(kind)
 
 
 @triton.jit
@@ -75,8 +66,8 @@ def _load_gains(
     if NORM:
         g = tl.arange(0, GQ)[:, None]
         j = tl.arange(0, HP)[None, :]
-        gains = _load_halves(weight_ptr + (h * G + g) * HALF * 2 + j, (g < G) & (j < HALF), HALF)
-        key_gains = _load_halves(weight_ptr + (Hkv * G + h) * HALF * 2 + j, j < HALF, HALF)
+        gains = load_halves(weight_ptr + (h * G + g) * HALF * 2 + j, (g < G) & (j < HALF), HALF)
+        key_gains = load_halves(weight_ptr + (Hkv * G + h) * HALF * 2 + j, j < HALF, HALF)
     return gains, key_gains
 
 
@@ -89,8 +80,8 @@ def _turned_heads(
     """Halves of KV head h's queries [GQ, HP], and of its key [1, HP] if `newest`, of a row at heads_ptr."""
     g = tl.arange(0, GQ)[:, None]
     j = tl.arange(0, HP)[None, :]
-    cos = _load_halves(cos_ptr + j, j < HALF, HALF)
-    sin = _load_halves(sin_ptr + j, j < HALF, HALF)
+    cos = load_halves(cos_ptr + j, j < HALF, HALF)
+    sin = load_halves(sin_ptr + j, j < HALF, HALF)
     at, held = heads_ptr + (h * G + g) * HALF * 2 + j, (g < G) & (j < HALF)
     q = _turned(at, gains[0], cos, sin, held, part_stride, eps, kind, HALF, NORM, PARTS)
     at, held = heads_ptr + (Hkv * G + h) * HALF * 2 + j, (j < HALF) & newest
@@ -223,14 +214,12 @@ def programs_of(
     pairs = batch * num_kv_heads
     if head_dim != 128 or itemsize != 2 or window:
         return Programs(cut) if pairs <= PROGRAMS else None
-    wanted = wanted_spans(pairs, processors)
-    if wanted == 1 and pairs > 2 * processors:
+    if pairs > 2 * processors:
         return Programs(Cut(1, BLOCK), 4, registers=128)  # a multiprocessor holds four
-    if wanted == 1:
-        return Programs(Cut(1, BLOCK))
-    if cut.splits == 1 and wanted <= 8:  # one on a multiprocessor
+    wanted = wanted_spans(pairs, processors)
+    if cut.splits == 1 and wanted in (2, 4, 8):  # one on a multiprocessor
         return Programs(Cut(1, WIDE))
-    if wanted <= 4:
+    if wanted in FEW:
         return Programs(Cut(2, BLOCK), stages=5)
     return Programs(Cut(cut.splits, BLOCK))
 

@@ -22,6 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.attention.decode import ROWS, join_spans
 from turnout.kernels.common.dependent import launches_early
+from turnout.kernels.common.devices import on_hopper
 
 MOST_SPANS = 64
 
@@ -69,7 +70,7 @@ def tiles_for(rows: int, num_heads: int) -> Tiles:
 def can_specialise(q_BHC: Tensor, latent_dim: int) -> bool:
     """Whether there are tiles `specialised` for these queries: of DeepSeek's sizes, on Hopper."""
     sizes = (latent_dim, q_BHC.shape[2]) == (512, 576) and q_BHC.dtype == torch.bfloat16
-    return sizes and q_BHC.is_cuda and torch.cuda.get_device_capability(q_BHC.device)[0] == 9
+    return sizes and on_hopper(q_BHC)
 
 
 @triton.jit(do_not_specialize=["P", "SPLITS"])

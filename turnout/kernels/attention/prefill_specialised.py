@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from turnout.kernels.attention.specialised_spans import copy_columns
 from turnout.kernels.hopper.schedule import advance, stage_barriers
 
 QUERIES = 128  # rows of a tile
@@ -48,13 +49,6 @@ def work_at(tiles_ptr, place, Hkv):
     tile = tiles_ptr + place // Hkv * 4
     count, start = gl.load(tile + 1).to(gl.int32), gl.load(tile + 2).to(gl.int32)
     return gl.load(tile), count, start, gl.load(tile + 3), place % Hkv
-
-
-@gluon.jit
-def _copy(to, rows, held, COPY: gl.constexpr):
-    """Begin to copy rows of 128 values, zeros where not `held`."""
-    at = rows[:, None] + gl.arange(0, 128, gl.SliceLayout(0, COPY))[None, :]
-    async_copy.async_copy_global_to_shared(to, at, mask=held[:, None])
 
 
 @gluon.jit
@@ -82,7 +76,7 @@ def load_work(
         for half in gl.static_range(2):
             token, g = (half * 64 + i) // GP, (half * 64 + i) % GP
             rows = q_ptr + ((first + token) * (Hkv * G) + h * G + g) * 128
-            _copy(q.index(half), rows, (token < count) & (g < G), COPY)
+            copy_columns(q.index(half), rows, (token < count) & (g < G), 0, 128, COPY)
         async_copy.mbarrier_arrive(q_full.index(0), increment_count=False)
         for _ in range(0, (end + BLOCK - 1) // BLOCK):
             slots = base + (page.to(gl.int64) * PAGE + place % PAGE) * 256
@@ -90,10 +84,10 @@ def load_work(
             place += BLOCK
             page = gl.load(pages + place // PAGE, mask=place < end, other=0)
             mbarrier.wait(k_empty.index(stage), phase)
-            _copy(k.index(stage), slots, known, COPY)
+            copy_columns(k.index(stage), slots, known, 0, 128, COPY)
             async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
             mbarrier.wait(v_empty.index(stage), phase)
-            _copy(v.index(stage), slots + 128, known, COPY)
+            copy_columns(v.index(stage), slots, known, 128, 128, COPY)
             async_copy.mbarrier_arrive(v_full.index(stage), increment_count=False)
             stage, phase = advance(stage, phase, STAGES)
         turn += 1

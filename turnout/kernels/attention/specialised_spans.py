@@ -1,4 +1,5 @@
-"""What the specialised kernels of latent_specialised.py and compressed_specialised.py share (Gluon, Hopper).
+"""What the specialised kernels of latent_specialised.py and compressed_specialised.py share (Gluon, Hopper),
+and how prefill_specialised.py copies rows too.
 
 Both have 64 heads in a program, whose keys are 512 values, which are its values too, or 576, of which the
 last 64 are not. Four warps load tiles of 64 keys, four weigh them and add the left halves, four add the right
@@ -70,7 +71,7 @@ def memory(MORE: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def copy_columns(to, rows, mask, FIRST: gl.constexpr, WIDTH: gl.constexpr, COPY: gl.constexpr):
-    """Begin to copy [64, WIDTH] from `rows` to shared memory, zeros where `mask` is false."""
+    """Begin to copy WIDTH columns of `rows`, FIRST on, to shared memory, zeros where `mask` is false."""
     at = rows[:, None] + FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, COPY))[None, :]
     async_copy.async_copy_global_to_shared(to, at, mask=mask[:, None])
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.common.dependent import launches_early
-from turnout.kernels.common.parts import count_parts
+from turnout.kernels.common.parts import count_parts, load_sum
 
 FEW, MORE = 32, 256  # rows, up to which each head is a program, and a program has several heads of one row
 
@@ -58,11 +58,22 @@ def norm_rows(
 
 
 @triton.jit
-def _halves(at, second, mask):
+def load_halves(at, mask, HALF: tl.constexpr):
+    """float32: both halves of heads, `at` the first."""
     return (
         tl.load(at, mask=mask, other=0.0).to(tl.float32),
-        tl.load(at + second, mask=mask, other=0.0).to(tl.float32),
+        tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32),
     )
+
+
+@triton.jit
+def turn(low, high, gains, cos, sin, eps, HALF: tl.constexpr, NORM: tl.constexpr):
+    """Both halves of heads, normed with `gains` if NORM, and rotated; sin has the rotation's sign."""
+    if NORM:
+        scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / (2 * HALF) + eps)[:, None]
+        low *= scale * gains[0]
+        high *= scale * gains[1]
+    return low * cos[0] + high * sin[0], high * cos[1] + low * sin[1]
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -87,31 +98,26 @@ def rotate_heads(
     turned = g < HQ + HK
     held = ((row < N) & (g < HQ + (2 * HK if STORE else HK)))[:, None] & (j < HALF)
     known = held & turned[:, None]
+    gains = (0.0, 0.0)
     if NORM:
-        gain = _halves(weight_ptr + g[:, None] * (2 * HALF) + j, HALF, known)
+        gains = load_halves(weight_ptr + g[:, None] * (2 * HALF) + j, known, HALF)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()  # not before: attention (decode.py) reads what is older than heads at once
     # All that is read is asked for before anything waits for a part of it.
     head = heads_ptr + row[:, None] * row_stride + g[:, None] * (2 * HALF) + j
-    x, y = _halves(head, HALF, held)
+    part_stride = N.to(tl.int64) * row_stride
+    x = load_sum(head, part_stride, held, PARTS)
+    y = load_sum(head + HALF, part_stride, held, PARTS)
     angle = row[:, None] * (2 * HALF) + j
-    cos = _halves(cos_ptr + angle, HALF, known)
-    sin = _halves(sin_ptr + angle, HALF, known)
+    cos = load_halves(cos_ptr + angle, known, HALF)
+    sin = load_halves(sin_ptr + angle, known, HALF)
     if STORE:
         slot = tl.load(slots_ptr + row, mask=row < N, other=0).to(tl.int64)
-    for part in tl.static_range(1, PARTS):
-        more = _halves(head + part * N.to(tl.int64) * row_stride, HALF, held)
-        x += more[0]
-        y += more[1]
-    low, high = x, y
-    if NORM:
-        scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / (2 * HALF) + eps)[:, None]
-        low = x * (scale * gain[0])
-        high = y * (scale * gain[1])
+    low, high = turn(x, y, gains, cos, sin, eps, HALF, NORM)
     kind = q_ptr.dtype.element_ty
-    first = tl.where(turned[:, None], low * cos[0] + high * sin[0], x).to(kind)
-    second = tl.where(turned[:, None], high * cos[1] + low * sin[1], y).to(kind)
+    first = tl.where(turned[:, None], low, x).to(kind)
+    second = tl.where(turned[:, None], high, y).to(kind)
     to = q_ptr + (row * HQ + g)[:, None] * (2 * HALF)
     if STORE:
         h = ((g - HQ) % HK).to(tl.int64)

@@ -31,6 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turnout.kernels.common import row_gemm
+from turnout.kernels.common.devices import on_hopper
 from turnout.kernels.hopper.schedule import advance, stage_barriers
 
 GROUP = 128  # inputs that share a scale, and of a step
@@ -281,7 +282,7 @@ def plan(rows: int, outputs: int, inputs: int) -> tuple[Tile | row_gemm.Tile, in
 def runs(x_NK: Tensor, weight_MK: Tensor, group: int) -> bool:
     """Whether `parts` takes these on this GPU: rows in bfloat16, scales of 128 inputs each, and places that
     the TMA reads from."""
-    if not x_NK.is_cuda or torch.cuda.get_device_capability(x_NK.device)[0] != 9:
+    if not on_hopper(x_NK):
         return False
     kinds = x_NK.dtype == torch.bfloat16 and x_NK.stride(1) == 1 and group == GROUP
     places = x_NK.data_ptr() | x_NK.stride(0) * 2 | weight_MK.data_ptr() | weight_MK.shape[1]

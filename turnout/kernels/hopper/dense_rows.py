@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from turnout.kernels.common.devices import on_hopper
 from turnout.kernels.common.row_gemm import PROCESSORS
 from turnout.kernels.hopper.dense_fp8 import ALIGNED, store_sums
 from turnout.kernels.hopper.schedule import advance, stage_barriers
@@ -171,9 +172,9 @@ def plan(rows: int, outputs: int, inputs: int) -> tuple[Tile, int] | None:
 
 def runs(x_NK: Tensor, weight_MK: Tensor) -> bool:
     """Whether `parts` takes these on this GPU, and takes less than the library."""
-    if not (LEAST_ROWS <= len(x_NK) <= MOST_ROWS and x_NK.is_cuda):  # first what prompts of most sizes end at
+    if not LEAST_ROWS <= len(x_NK) <= MOST_ROWS:  # first what prompts of most sizes end at
         return False
-    if torch.cuda.get_device_capability(x_NK.device)[0] != 9 or plan(len(x_NK), *weight_MK.shape) is None:
+    if not on_hopper(x_NK) or plan(len(x_NK), *weight_MK.shape) is None:
         return False
     kinds = x_NK.dtype == weight_MK.dtype == torch.bfloat16 and x_NK.stride(1) == weight_MK.stride(1) == 1
     places = x_NK.data_ptr() | x_NK.stride(0) * 2 | weight_MK.data_ptr() | weight_MK.stride(0) * 2

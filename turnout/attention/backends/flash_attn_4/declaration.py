@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from turnout.attention.capability import HALF_PRECISION, AttentionBackend, Place
+from turnout.attention.capability import HALF_PRECISION, HOPPER, AttentionBackend, Place
 from turnout.attention.kinds import AttentionSpec
 from turnout.packages import Package
 from turnout.vocabulary import AttentionKind
@@ -13,7 +13,6 @@ PACKAGE = Package(
     install="pip install 'turnout[flash-attn-4]'",
     minimum="4.0.0b36",
 )
-HOPPER = 9  # the major compute capability
 
 
 def pays_from(spec: AttentionSpec, place: Place) -> int | None:
@@ -22,12 +21,9 @@ def pays_from(spec: AttentionSpec, place: Place) -> int | None:
 
     Measured on an H200 with pages of 16 (tools/attention.py), us, ours against the library's: heads of 128 in
     float16, 2048 tokens 100 : 74, behind 16k of context 1256 : 887, 4 x 512 43 : 38, 16 x 128 26 : 29; heads
-    of 64, 116 : 99, 1368 : 1158, 43 : 53, 25 : 40. Heads of 128 in bfloat16 without sinks are attended to by
-    specialised warps of ours, which take 68 for 2048 tokens.
+    of 64, 116 : 99, 1368 : 1158, 43 : 53, 25 : 40.
     """
     if place.architecture // 10 != HOPPER or spec.window or spec.kind == AttentionKind.LATENT:
-        return None
-    if spec.head_dim == 128 and place.dtype == "bfloat16" and not spec.sinks:
         return None
     return 512 if spec.head_dim >= 128 else 1024
 

@@ -13,12 +13,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from turnout.attention.backends.triton.declaration import specialises_prompts
 from turnout.attention.interface import Attention, Chunk
-from turnout.attention.paged import PagedAttention, to_device
+from turnout.attention.paged import PagedAttention, place_of, to_device
 from turnout.attention.rows import RowAttention, StoredAttention, cut_of
 from turnout.registry import ATTENTION_BACKENDS, load
-
-HOPPER = 9  # the major compute capability
 
 
 class TritonAttention(PagedAttention):
@@ -26,13 +25,11 @@ class TritonAttention(PagedAttention):
 
     @cached_property
     def specialises(self) -> bool:
-        """Whether chunks are attended to by prefill_specialised.py, which has only what this asks for."""
-        spec = self.spec
-        if spec.head_dim != 128 or spec.window or spec.sinks or self.fixed_spans:
-            return False
-        if self.dtype != torch.bfloat16 or self.device.type != "cuda" or self.group > 128:
-            return False
-        return torch.cuda.get_device_capability(self.device)[0] == HOPPER
+        """Whether chunks are attended to by prefill_specialised.py; not under --deterministic."""
+        from turnout.kernels.common.devices import on_hopper
+
+        dtype = place_of(self.device, self.dtype, self.page_size).dtype
+        return not self.fixed_spans and on_hopper(self.cache) and specialises_prompts(self.spec, dtype)
 
     def laid_out(self, decoding: Sequence[Chunk], chunks: Sequence[Chunk]) -> Attention:
         return StepAttention(self, decoding, chunks)
