@@ -85,9 +85,9 @@ def place_pairs(
 ):  # fmt: skip
     """Write the sorted pairs and the table of tiles.
 
-    counts int32 [EP + EP * APART]: pairs per expert; then, in steps of APART, how many have been placed; zero
-    beforehand. COUNT: one program does it all, counts by itself, and leaves zeros; otherwise `sum_pairs`
-    clears them.
+    counts int32 [EP + EP * APART]: pairs per expert; then, in steps of APART, how many have been placed, and
+    last how many programs are done; zero beforehand and afterwards. COUNT: one program does it all, and
+    counts by itself.
     order int32 [P]: pair ids, expert by expert; pairs of other ranks and padding are left out.
     place int32 [P], where PLACES: where in `order` each pair is; -1: it was left out.
     tiles int32 [4 + 4 * tiles]: see `write_tiles`.
@@ -112,9 +112,15 @@ def place_pairs(
     if PLACES:
         tl.store(place_ptr + i, tl.where(held, place, -1), mask=i < P)
     write_tiles(tiles_ptr, e, start, pairs, tile_tokens, program, programs, WIDEST_FIRST)
+    tl.debug_barrier()
     if COUNT:
-        tl.debug_barrier()
         tl.store(counts_ptr + EP + e * APART, tl.zeros([EP], tl.int32))
+    else:
+        done_ptr = counts_ptr + EP + EP * APART - 1
+        if tl.atomic_add(done_ptr, 1) == programs - 1:  # the others have read what they count on
+            tl.store(counts_ptr + e, tl.zeros([EP], tl.int32))
+            tl.store(counts_ptr + EP + e * APART, tl.zeros([EP], tl.int32))
+            tl.store(done_ptr, 0)
 
 
 @triton.jit(do_not_specialize=["capacity", "tile_tokens"])
@@ -127,23 +133,18 @@ def tile_batched_experts(counts_ptr, tiles_ptr, capacity, E, tile_tokens, EP: tl
 
 @triton.jit
 def sum_pairs(
-    y_ptr, ids_ptr, out_ptr, counts_ptr, H, y_stride, first, E,
-    TOP_K: tl.constexpr, BLOCK: tl.constexpr, EP: tl.constexpr, CLEAR: tl.constexpr, PDL: tl.constexpr,
+    y_ptr, ids_ptr, out_ptr, H, y_stride, first, E,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[t] = sum of y[t * TOP_K + j] over the pairs that this rank holds, in order, in float32.
 
-    y bf16 [P, H], out [T, H]. CLEAR: also zero `counts`, for the next `count_pairs`.
+    y bf16 [P, H], out [T, H].
     """
     token = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    if CLEAR:
-        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-            e = tl.arange(0, EP)
-            tl.store(counts_ptr + e, tl.zeros([EP], tl.int32))
-            tl.store(counts_ptr + EP + e * APART, tl.zeros([EP], tl.int32))
     acc = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(TOP_K):
         expert = tl.load(ids_ptr + token * TOP_K + j) - first
@@ -155,10 +156,10 @@ def sum_pairs(
 
 @triton.jit
 def sum_places(
-    y_ptr, place_ptr, out_ptr, counts_ptr, H,
-    COUNTERS: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr, PDL: tl.constexpr,
+    y_ptr, place_ptr, out_ptr, H,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `sum_pairs`, of sorted rows: that of pair i is y[place[i]], if there is one. Zeroes COUNTERS counts.
+    """As `sum_pairs`, of sorted rows: that of pair i is y[place[i]], if there is one.
 
     FEW: most pairs are other ranks', and no registers are kept for them, so that more programs fit.
     """
@@ -167,10 +168,6 @@ def sum_places(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    if (token == 0) & (tl.program_id(1) == 0):
-        for at in tl.static_range(0, COUNTERS, 512):
-            i = at + tl.arange(0, 512)
-            tl.store(counts_ptr + i, tl.zeros([512], tl.int32), mask=i < COUNTERS)
     acc = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(TOP_K):
         row = tl.load(place_ptr + token * TOP_K + j).to(tl.int64)

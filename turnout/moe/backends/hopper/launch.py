@@ -146,8 +146,8 @@ def sum_pairs(batch: Batch) -> None:
     (T, H), k = batch.out_TH.shape, batch.ids_TK.shape[1]
     block = 1024 if T > 64 else 256
     sort.sum_pairs[(T, -(-H // block))](
-        batch.space.y, batch.ids_TK, batch.out_TH, batch.space.counts, H, H, *batch.held, k, block,
-        batch.padded_count, not batch.at_once, True, num_warps=4 if block > 256 else 2, launch_pdl=True,
+        batch.space.y, batch.ids_TK, batch.out_TH, H, H, *batch.held, k, block, True,
+        num_warps=4 if block > 256 else 2, launch_pdl=True,
     )  # fmt: skip
 
 

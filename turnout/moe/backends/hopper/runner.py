@@ -40,9 +40,6 @@ from turnout.moe.spec import MoESpec
 from turnout.parallel.hardware import multiprocessors
 from turnout.vocabulary import Format, Layout
 
-# Tokens whose pairs a norm that reads them adds up in less than a launch of its own takes.
-ADDED_LATER = 256
-
 
 def workspaces(
     shape: LayerShape, plan: MoEPlan, device: torch.device
@@ -148,7 +145,7 @@ class HopperRunner:
             table=ids_TK if unsorted else space.tiles, weights=weights_TK, top_k=k, unsorted=unsorted,
             most_tiles=self.shape.most_tiles(T, tiles.block_m), choice=batch.choice,
         )  # fmt: skip
-        if batch.adds_parts and tiles.second.leaves_pairs and pairs.at_once and T <= ADDED_LATER:
+        if batch.adds_parts and tiles.second.leaves_pairs:
             return space.y[: P * H].view(T, k, H).transpose(0, 1)
         tiles.second.sum(pairs)
         return out_TH

@@ -80,12 +80,11 @@ class Fp8Sorted(TileConfig, frozen=True, tag="fp8_sorted"):
     def sum(self, batch: Batch) -> None:
         from turnout.kernels.hopper.sort import sum_places
 
-        (T, H), k, counts, block = batch.out_TH.shape, batch.ids_TK.shape[1], batch.space.counts, 1024
+        (T, H), k, block = batch.out_TH.shape, batch.ids_TK.shape[1], 1024
         few = 2 * batch.shape.local_experts <= batch.shape.num_experts
         sum_places[(T, -(-H // block))](
-            batch.space.y[: T * k * H].view(T * k, H), batch.space.place, batch.out_TH, counts, H,
-            counts.numel(), k, block, few, True,
-            num_warps=2 if few else 4, launch_pdl=True,
+            batch.space.y[: T * k * H].view(T * k, H), batch.space.place, batch.out_TH, H,
+            k, block, few, True, num_warps=2 if few else 4, launch_pdl=True,
         )  # fmt: skip
 
 
