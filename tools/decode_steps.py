@@ -136,7 +136,7 @@ class Bench:
 
     def _steps(self, core: EngineCore, requests: int) -> dict[str, Any]:
         context = self._options.context
-        ids = _add(core, requests, context, LENGTH)
+        ids = _add(core, _prompts(requests, context), LENGTH)
         decoding = False
         with skipped(core) if context > PROMPT else nullcontext():
             while not decoding:
@@ -183,22 +183,22 @@ class Bench:
 
     def _prefill(self, core: EngineCore, tokens: int, requests: int) -> dict[str, Any]:
         """The median of TIMES, after one more, and the kernels of another, of all its steps together."""
-        times = []
+        prompts, times = _prompts(requests, tokens), []
         for _ in range(1 + TIMES):
             _wait()
             start = time.perf_counter()
-            steps = self._prompt_steps(core, tokens, requests)
+            steps = self._prompt_steps(core, prompts)
             _wait()
             times.append(time.perf_counter() - start)
         seconds = median(times[1:])
         with profile(activities=[_watched()]) as seen:
-            self._prompt_steps(core, tokens, requests)
+            self._prompt_steps(core, prompts)
             _wait()
         rate = requests * tokens / seconds
         return {"seconds": seconds, "steps": steps, "tokens_per_s": rate} | _kernels(seen, 1)
 
-    def _prompt_steps(self, core: EngineCore, tokens: int, requests: int) -> int:
-        _add(core, requests, tokens, 1)
+    def _prompt_steps(self, core: EngineCore, prompts: list[list[int]]) -> int:
+        _add(core, prompts, 1)
         steps = 0
         while core.has_work():
             core.step()
@@ -283,10 +283,10 @@ def _prompts(requests: int, tokens: int) -> list[list[int]]:
     return torch.randint(10, 200, (requests, tokens), generator=draw).tolist()
 
 
-def _add(core: EngineCore, requests: int, tokens: int, length: int) -> list[str]:
-    ids = [f"bench-{i}" for i in range(requests)]
+def _add(core: EngineCore, prompts: list[list[int]], length: int) -> list[str]:
+    ids = [f"bench-{i}" for i in range(len(prompts))]
     sampling = SamplingParams(max_tokens=length, ignore_eos=True, temperature=0)
-    for id, prompt in zip(ids, _prompts(requests, tokens), strict=True):
+    for id, prompt in zip(ids, prompts, strict=True):
         core.add(AddRequest(id=id, prompt_ids=prompt, sampling=sampling))
     return ids
 

@@ -60,7 +60,7 @@ def test_contexts_that_are_not_computed(tiny_folder: Path, monkeypatch: pytest.M
     keys = core._forward._attention.groups[0].cache
     noise, layers = keys.clone(), core._forward._model.layers_begun
     with decode_steps.skipped(core):
-        decode_steps._add(core, 2, 200, 8)
+        decode_steps._add(core, decode_steps._prompts(2, 200), 8)
         while core.synced is None or core.synced.phase != "decode":
             core.step()
     assert core._forward._model.layers_begun == layers

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -142,14 +143,14 @@ def tile_tokens(group: int, queries: int = QUERIES) -> int:
 def tiles(chunks: Sequence[tuple[int, int, int, int]], tokens: int) -> Tensor:
     """int64 [tiles, FIELDS] on the host, those that take longest first. chunks: (first row in the step,
     start, end, a number of the chunk: here its row of the table) of each; tokens: of a tile."""
-    rows_B, starts_B, ends_B, numbers_B = torch.tensor(chunks, dtype=torch.int64).view(-1, FIELDS).T
+    rows_B, starts_B, ends_B, numbers_B = np.array(chunks, dtype=np.int64).reshape(-1, FIELDS).T
     tiles_B = (ends_B - starts_B + tokens - 1) // tokens
-    owners_T = torch.repeat_interleave(tiles_B)
-    skipped_T = (torch.arange(len(owners_T)) - (tiles_B.cumsum(0) - tiles_B)[owners_T]) * tokens
+    owners_T = np.repeat(np.arange(len(tiles_B)), tiles_B)
+    skipped_T = (np.arange(len(owners_T)) - (tiles_B.cumsum() - tiles_B)[owners_T]) * tokens
     places_T = starts_B[owners_T] + skipped_T
-    counts_T = (ends_B[owners_T] - places_T).clamp(max=tokens)
+    counts_T = np.minimum(ends_B[owners_T] - places_T, tokens)
     fields = rows_B[owners_T] + skipped_T, counts_T, places_T, numbers_B[owners_T]
-    return torch.stack(fields, dim=1)[places_T.argsort(descending=True)]
+    return torch.from_numpy(np.stack(fields, axis=1)[(-places_T).argsort(kind="stable")])
 
 
 def attend(
