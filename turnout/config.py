@@ -285,6 +285,12 @@ class ServerConfig(Config):
         "auto", "how the model writes reasoning, which answers then hold apart; auto, none, or a name"
     )
     max_queued_requests: int = server_flag(4096, "requests waiting before new ones get 503", minimum=1)
+    stream_interval: int = server_flag(
+        1,
+        "tokens after the first that leave together, of requests that do not say: with hundreds of streams "
+        "more of them take the server's process less time",
+        minimum=1,
+    )
     max_request_bytes: int = server_flag(4 * 2**20, "largest request body", minimum=1024)
     max_request_restarts: int = server_flag(
         2,

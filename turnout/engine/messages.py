@@ -6,6 +6,7 @@ DEALER of the server's ROUTER; events come up through PUSH and PULL.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -27,6 +28,7 @@ class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     cache_salt: str = ""  # prefixes are shared only with requests that bring the same
     priority: int = 0  # under --scheduling-policy priority: lower ones first
     arrival: float = 0.0  # time.time() at the server
+    stream_interval: int = 1  # tokens after the first that are sent together, see stream_intervals.py
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -90,6 +92,46 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     stop_token: int | None = None  # the stop token id that ended it, if one did
     error: str | None = None
     user_error: bool = False  # `error` tells the user what to change; else it is the engine's fault
+
+
+def as_one(run: Sequence[RequestOutput]) -> RequestOutput:
+    """Successive outputs of a request, of which only the first may be its first and the last its last."""
+    first, last = run[0], run[-1]
+    return RequestOutput(
+        id=first.id,
+        token_ids=[token for output in run for token in output.token_ids],
+        logprobs=None if first.logprobs is None else [one for output in run for one in output.logprobs or ()],
+        prompt_logprobs=first.prompt_logprobs,
+        cached_tokens=first.cached_tokens,
+        waited=first.waited,
+        preempted=last.preempted,
+        finish_reason=last.finish_reason,
+        stop_token=last.stop_token,
+    )
+
+
+def apart(output: RequestOutput) -> list[RequestOutput]:
+    """Each of its tokens as an output of its own: `as_one` the other way round."""
+    if len(output.token_ids) < 2:
+        return [output]
+    logprobs = output.logprobs
+    singles = [
+        RequestOutput(
+            id=output.id,
+            token_ids=[token],
+            logprobs=None if logprobs is None else logprobs[i : i + 1],
+            cached_tokens=output.cached_tokens,
+        )
+        for i, token in enumerate(output.token_ids)
+    ]
+    first, last = singles[0], singles[-1]
+    first.prompt_logprobs, first.waited = output.prompt_logprobs, output.waited
+    last.preempted, last.finish_reason, last.stop_token = (
+        output.preempted,
+        output.finish_reason,
+        output.stop_token,
+    )
+    return singles
 
 
 class EngineStats(msgspec.Struct, kw_only=True, frozen=True, array_like=True):

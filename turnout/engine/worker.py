@@ -46,6 +46,7 @@ from turnout.engine.progress_bars import loading_bar
 from turnout.engine.ranks.local_launcher import leave_signals_to_launcher, leave_with_launcher
 from turnout.engine.ranks.step_sync import StepSync, SyncedStep
 from turnout.engine.startup import StartupTimes
+from turnout.engine.stream_intervals import StreamIntervals
 from turnout.errors import UserError
 from turnout.flags import flag_name
 from turnout.parallel.health import Board, Pulse
@@ -143,6 +144,7 @@ def run(
     no rank sleeps.
     """
     pending: deque[Command] = deque()
+    intervals = StreamIntervals()
     reported, reports = 0.0, 1  # the first went out when this rank was loaded
     while True:
         resting = core.synced is None or not (core.synced.phase or core.synced.pending)
@@ -163,6 +165,7 @@ def run(
             if isinstance(profiled := profiler.executes(command), Profiled):
                 send(profiled)
             elif not profiled:
+                intervals.note(command)
                 outputs += execute(core, command)
             step_sync.executed += 1
         with profiler.step():
@@ -171,7 +174,7 @@ def run(
             profiler.stepped(core.synced.phase)
         if core.synced and core.synced.leaving:
             return
-        now = time.monotonic()
+        outputs, now = intervals.due(outputs), time.monotonic()
         if outputs or told or now - reported >= STATS_INTERVAL:
             outputs = outputs if step_sync.leads else []
             send(Outputs(number=reports, outputs=outputs, stats=core.stats()))

@@ -75,6 +75,32 @@ def test_echo_reports_the_prompt(client: openai.OpenAI, reference, tokenizer):
     assert answer.usage.completion_tokens == 0
 
 
+@pytest.mark.parametrize(("interval", "most"), [(None, 10), (1, 10), (4, 4), (50, 2)])
+def test_streams_come_in_as_many_parts_as_are_asked_for(
+    client: openai.OpenAI, interval: int | None, most: int
+):
+    """The first token alone, then `interval` at a time, where the server is not behind."""
+    fields = {"model": MODEL, "prompt": PROMPT, "max_tokens": 10, "temperature": 0, "logprobs": 1}
+    extra = {"ignore_eos": True} | ({} if interval is None else {"stream_interval": interval})
+    whole = client.completions.create(**fields, extra_body={"ignore_eos": True})
+    parts = [
+        event.choices[0]
+        for event in client.completions.create(**fields, stream=True, extra_body=extra)
+        if event.choices
+    ]
+    assert "".join(part.text for part in parts) == whole.choices[0].text
+    sizes = [len(part.logprobs.tokens) for part in parts]
+    assert sizes[0] == 1
+    assert sum(sizes) == 10
+    assert 2 <= len(sizes) <= most
+    assert parts[-1].finish_reason == "length"
+
+
+def test_an_interval_of_no_tokens_is_refused(client: openai.OpenAI):
+    with pytest.raises(openai.BadRequestError, match="stream_interval"):
+        client.completions.create(model=MODEL, prompt=PROMPT, extra_body={"stream_interval": 0})
+
+
 @pytest.mark.parametrize("echo", [False, True])
 def test_streaming_adds_up_to_the_whole(client: openai.OpenAI, echo: bool):
     fields = {

@@ -87,7 +87,6 @@ _VLLM: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "truncation_side": ("left",),
     "continuous_usage_stats": (False,),
-    "stream_interval": (1,),
     "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
     "return_token_offsets": (False,),

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from turnout.engine.messages import AddRequest, RequestOutput, TokenLogprobs
+from turnout.engine.messages import AddRequest, RequestOutput, TokenLogprobs, apart, as_one
 from turnout.engine.sampling.detokenizer import TextDelta, TextStream
 from turnout.engine.sampling_params import SamplingParams
 from turnout.server.api.errors import ApiError
@@ -88,11 +88,12 @@ class Generation:
         *,
         cache_salt: str,
         priority: int,
+        stream_interval: int = 1,
     ):
         """key: what the engine calls it, unique; id: what the client calls it, which need not be.
 
         record: filled in if anybody observes it, and given to `observers` when the request has ended.
-        cache_salt, priority: see AddRequest.
+        cache_salt, priority, stream_interval: see AddRequest.
         """
         self.id = id
         self._key = key
@@ -105,7 +106,7 @@ class Generation:
         self._waiter: asyncio.Future[None] | None = None  # of `deltas`, while nothing has come
         self._unfinished = len(choices)
         self._cut_short: str = "abort"  # why choices end that have not finished
-        self._cache_salt, self._priority = cache_salt, priority
+        self._cache_salt, self._priority, self._stream_interval = cache_salt, priority, stream_interval
         self._record, self._observers = record, observers
 
     def submit(self, choice: Choice) -> None:
@@ -121,6 +122,7 @@ class Generation:
             cache_salt=self._cache_salt,
             priority=self._priority,
             arrival=time.time(),
+            stream_interval=self._stream_interval,
         )
         self._engine.submit(request, sink)
 
@@ -138,7 +140,7 @@ class Generation:
             items, self._come = self._come, []
             gained: list[tuple[Choice, Delta]] = []
             try:
-                for choice, output in items if len(items) == 1 else joined(items):
+                for choice, output in arranged(items):
                     if not choice.finished or (self._unfinished and isinstance(output, ApiError)):
                         gained.append((choice, self._digest(choice, output)))
             except ApiError:
@@ -304,6 +306,19 @@ def _parts(choice: Choice, piece: TextDelta) -> list[Part]:
     return parts
 
 
+def arranged(items: Sequence[Item]) -> Iterable[Item]:
+    """The same outputs, `joined` or, where a parser says which tokens are reasoning, token by token."""
+    if len(items) == 1 and (items[0][0].parser is None or not isinstance(items[0][1], RequestOutput)):
+        return items
+    found: list[Item] = []
+    for choice, output in joined(items):
+        if choice.parser is not None and isinstance(output, RequestOutput):
+            found += [(choice, one) for one in apart(output)]
+        else:
+            found.append((choice, output))
+    return found
+
+
 def joined(items: Sequence[Item]) -> list[Item]:
     """The same outputs, those of a choice as one: when the server is behind, a token then costs less.
 
@@ -321,7 +336,7 @@ def joined(items: Sequence[Item]) -> list[Item]:
         else:
             latest[choice.index] = [output]
             runs.append((choice, latest[choice.index]))
-    return [(choice, run[0] if len(run) == 1 else _as_one(run)) for choice, run in runs]
+    return [(choice, run[0] if len(run) == 1 else as_one(run)) for choice, run in runs]
 
 
 def _can_be_joined(choice: Choice, output: RequestOutput | EngineFailed | ApiError) -> bool:
@@ -331,19 +346,6 @@ def _can_be_joined(choice: Choice, output: RequestOutput | EngineFailed | ApiErr
         and output.finish_reason not in ("error", "abort")
         and output.waited is None
         and output.prompt_logprobs is None
-    )
-
-
-def _as_one(run: Sequence[RequestOutput]) -> RequestOutput:
-    first, last = run[0], run[-1]
-    return RequestOutput(
-        id=first.id,
-        token_ids=[token for output in run for token in output.token_ids],
-        logprobs=None if first.logprobs is None else [one for output in run for one in output.logprobs or ()],
-        cached_tokens=first.cached_tokens,
-        preempted=last.preempted,
-        finish_reason=last.finish_reason,
-        stop_token=last.stop_token,
     )
 
 

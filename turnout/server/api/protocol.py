@@ -143,6 +143,7 @@ class GenerationBody(StructuredFields, QueueFields):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None  # texts have none between them, whatever is asked
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    stream_interval: Annotated[int, Field(ge=1)] | None = None  # as vLLM's, see engine/stream_intervals.py
     rid: RequestId | None = None
     request_id: RequestId | None = None  # vLLM's name for the same
     logit_bias: Annotated[dict[int, float], BeforeValidator(_bias), WithJsonSchema(_BIAS)] = {}

@@ -278,6 +278,7 @@ class Service:
                 self.observers,
                 cache_salt=body.cache_salt or "",
                 priority=body.priority or 0,
+                stream_interval=body.stream_interval or self.config.stream_interval,
             )
         finally:
             self._promised -= promised
