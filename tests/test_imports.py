@@ -96,6 +96,7 @@ ORDER = {
         "sampling_params",
         "grammar_matcher",
         "messages",
+        "stream_intervals",
         "speculative",
         "cuda_graph_policy",
         "state_limits",

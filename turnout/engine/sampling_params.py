@@ -93,13 +93,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def check(self) -> None:
         """Raise UserError naming the first field that is out of range."""
-        rules = [
+        rules: list[tuple[str, bool, str | Range]] = [
             ("max_tokens", self.max_tokens >= 0, "must be at least 0"),
             ("min_tokens", 0 <= self.min_tokens <= max(self.max_tokens, 0), "must lie in [0, max_tokens]"),
-            *(
-                (name, range.holds(getattr(self, name)), f"must lie in {range}")
-                for name, range in RANGES.items()
-            ),
+            *((name, range.holds(getattr(self, name)), range) for name, range in RANGES.items()),
             (
                 "logprob_token_ids",
                 self.logprobs is not None or not self.logprob_token_ids,
@@ -122,7 +119,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ]
         for name, ok, rule in rules:
             if not ok or (isinstance(v := getattr(self, name), float) and not math.isfinite(v)):
-                raise UserError(f"{name}={getattr(self, name)!r}: {rule}")
+                must = f"must lie in {rule}" if isinstance(rule, Range) else rule
+                raise UserError(f"{name}={getattr(self, name)!r}: {must}")
 
 
 @functools.cache

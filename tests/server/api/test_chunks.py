@@ -12,7 +12,8 @@ from contextlib import closing, contextmanager
 import httpx
 import pytest
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
+from starlette.requests import Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tests.server.processes import eventually
@@ -21,6 +22,7 @@ from turnout.server.api.chunks import ChunkWriter
 from turnout.server.api.connection import EventStream
 from turnout.server.api.guard import GuardedProtocol
 from turnout.server.api.request_ids import RequestIds
+from turnout.server.api.routes import Routes
 
 PARTS = [f"data: {i} {'é' * (i * 37 % 300)}\n\n".encode() for i in range(200)]
 MANY = [b"data: %06d %s\n\n" % (i, b"x" * 1000) for i in range(20_000)]
@@ -33,9 +35,8 @@ class Ended:
         self.count = 0
 
 
-def application(ended: Ended) -> FastAPI:
-    app = FastAPI()
-    app.add_middleware(RequestIds)
+def application(ended: Ended) -> Starlette:
+    routes = Routes()
 
     async def produce(parts: list[bytes], pause: float | None) -> AsyncIterator[bytes]:
         for i, part in enumerate(parts):
@@ -46,18 +47,20 @@ def application(ended: Ended) -> FastAPI:
     def end() -> None:
         ended.count += 1
 
-    @app.api_route("/few", methods=["GET", "HEAD"])
-    async def few() -> EventStream:
+    @routes.get("/few")
+    async def few(request: Request) -> EventStream:
         return EventStream(produce(PARTS, 0), on_end=end)
 
-    @app.get("/many")
-    async def many() -> EventStream:
+    @routes.get("/many")
+    async def many(request: Request) -> EventStream:
         return EventStream(produce(MANY, None), on_end=end)
 
-    @app.get("/endless")
-    async def endless() -> EventStream:
+    @routes.get("/endless")
+    async def endless(request: Request) -> EventStream:
         return EventStream(produce(PARTS * 10_000, 0.01), on_end=end)
 
+    app = Starlette(routes=routes.routes)
+    app.add_middleware(RequestIds)
     return app
 
 

@@ -22,7 +22,8 @@ import httpx
 import psutil
 import pytest
 import uvicorn
-from fastapi import FastAPI, Request
+from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.responses import Response
 
 from tests.server.processes import eventually
@@ -35,6 +36,7 @@ from turnout.server.api.errors import ApiError
 from turnout.server.api.intake import Intake, LargeBodies
 from turnout.server.api.large_bodies import Start
 from turnout.server.api.protocol import ChatBody, CompletionBody, DetokenizeBody, parse
+from turnout.server.api.routes import Routes
 from turnout.server.api.sizes import Limits
 
 LIMITS = Limits(model="tiny", max_context=512, vocab_size=384)
@@ -199,11 +201,10 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def small_server(folder: Path) -> Iterator[str]:
     """uvicorn as the server runs it, before nothing but an intake; its address."""
-    app = FastAPI()
-    handle_errors(app)
+    routes = Routes()
     reads: list[Intake] = []
 
-    @app.post("/tokenize")
+    @routes.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         if not reads:
             reads.append(Intake(4 * MB))
@@ -211,14 +212,16 @@ def small_server(folder: Path) -> Iterator[str]:
         _, prompts = await reads[0].read(CompletionBody, request)
         return Response(json.dumps(prompts), media_type="application/json")
 
-    @app.get("/much")
-    async def much() -> Response:
+    @routes.get("/much")
+    async def much(request: Request) -> Response:
         return Response(b"x" * 64 * MB)
 
-    @app.post("/unread")
-    async def unread() -> Response:
+    @routes.post("/unread")
+    async def unread(request: Request) -> Response:
         return Response("never mind")
 
+    app = Starlette(routes=routes.routes)
+    handle_errors(app)
     server = uvicorn.Server(
         uvicorn.Config(app, port=0, http=guard.GuardedProtocol, log_level="warning", lifespan="off")
     )

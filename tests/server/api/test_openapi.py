@@ -29,7 +29,10 @@ def test_the_description_is_valid_openapi(with_key: bool):
 def test_every_route_is_described():
     config = ServerConfig()
     app = create_app(Service(config, EngineSupervisor(config)))
-    routes = {path: item.keys() - {"head"} for path, item in app.openapi()["paths"].items()}  # FastAPI's view
+    routes: dict[str, set[str]] = {}
+    for route in app.routes:
+        path, methods = route.path.replace(":path}", "}"), {method.lower() for method in route.methods}
+        routes[path] = routes.get(path, set()) | (methods - {"head"})
     assert routes == {path: item.keys() for path, item in describe(with_key=False)["paths"].items()}
 
 

@@ -8,11 +8,11 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI, Request
-from fastapi.responses import PlainTextResponse
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
-from starlette.responses import Response, StreamingResponse
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from turnout import __version__
 from turnout.server.api.anthropic.answer import PING, collect_message, stream_message
@@ -35,11 +35,11 @@ from turnout.server.api.protocol import (
 )
 from turnout.server.api.render import ChatRenderer, CompletionRenderer, Renderer, collect, stream
 from turnout.server.api.request_ids import RequestIds
+from turnout.server.api.routes import Routes
 from turnout.server.api.scoring import ScoreBody
 from turnout.server.api.service import Service
 from turnout.server.api.turns import Turns
 
-GET = ["GET", "HEAD"]  # whoever may read may ask whether there is something to read
 PROFILE_BYTES = 4096  # of a body that says what to record
 RESPONSE_FORMAT = "response_format"  # of chat; what other protocols call it:
 FORMATS = {"/v1/messages": "output_config.format", "/v1/responses": "text.format"}
@@ -47,11 +47,10 @@ PATHS = [operation.path for operation in OPERATIONS]
 CLIENT_CLOSED_REQUEST = 499  # no client reads it; access logs do
 
 
-def create_app(service: Service) -> FastAPI:
+def create_app(service: Service) -> Starlette:
     """The HTTP interface of `service`."""
-    app = FastAPI(title="Turnout", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
 
-    async def check_key(request: Request) -> None:
+    def check_key(request: Request) -> None:
         key = service.config.api_key
         if key is None or carries_key(request.headers.get("authorization", ""), key):
             return
@@ -61,13 +60,12 @@ def create_app(service: Service) -> FastAPI:
                 401, "missing or wrong API key: send `Authorization: Bearer KEY`", code="invalid_api_key"
             )
 
+    keyed = Routes(check_key)
+    for add in (_add_info, _add_control, _add_generation, _add_tokens):
+        add(service, keyed)
+    app = Starlette(routes=[*_open_routes(service), *keyed.routes])
     app.add_middleware(Turns)
     app.add_middleware(RequestIds)
-    app.include_router(_open_routes(service))
-    app.include_router(_info_routes(service), dependencies=[Depends(check_key)])
-    app.include_router(_control_routes(service), dependencies=[Depends(check_key)])
-    app.include_router(_generation_routes(service), dependencies=[Depends(check_key)])
-    app.include_router(_token_routes(service), dependencies=[Depends(check_key)])
     handle_errors(app)
     return app
 
@@ -79,70 +77,64 @@ def carries_key(authorization: str, key: str) -> bool:
     return hmac.compare_digest(raw, key.encode()) and scheme.lower() == "bearer"
 
 
-def _open_routes(service: Service) -> APIRouter:
+def _open_routes(service: Service) -> list[Route]:
     """For probes and scrapers, which carry no key."""
-    router = APIRouter()
+    router = Routes()
 
-    @router.api_route("/health", methods=GET)
-    async def health() -> Response:
+    @router.get("/health")
+    async def health(request: Request) -> Response:
         """200 while this process lives."""
         return json_response({"status": "ok"})
 
-    @router.api_route("/ready", methods=GET)
-    async def ready() -> Response:
+    @router.get("/ready")
+    async def ready(request: Request) -> Response:
         """200 if a request sent now would be served, else 503 with the reason."""
         service.check_ready()
         return json_response({"status": "ready"})
 
-    @router.api_route("/metrics", methods=GET)
-    async def metrics() -> Response:
+    @router.get("/metrics")
+    async def metrics(request: Request) -> Response:
         return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    return router
+    return router.routes
 
 
-def _info_routes(service: Service) -> APIRouter:
-    router = APIRouter()
-
-    @router.api_route("/version", methods=GET)
-    async def version() -> Response:
+def _add_info(service: Service, router: Routes) -> None:
+    @router.get("/version")
+    async def version(request: Request) -> Response:
         return json_response({"version": __version__})
 
-    @router.api_route("/openapi.json", methods=GET)
-    async def openapi() -> Response:
+    @router.get("/openapi.json")
+    async def openapi(request: Request) -> Response:
         return json_response(describe(with_key=service.config.api_key is not None))
 
-    @router.api_route("/v1/models", methods=GET)
-    async def models() -> Response:
+    @router.get("/v1/models")
+    async def models(request: Request) -> Response:
         return json_response({"object": "list", "data": [service.model_card()]})
 
-    @router.api_route("/v1/models/{model:path}", methods=GET)
-    async def model(model: str) -> Response:
-        check_model(model, service.limits)
+    @router.get("/v1/models/{model:path}")
+    async def model(request: Request) -> Response:
+        check_model(request.path_params["model"], service.limits)
         return json_response(service.model_card())
 
-    @router.api_route("/server_info", methods=GET)
-    async def server_info() -> Response:
+    @router.get("/server_info")
+    async def server_info(request: Request) -> Response:
         return json_response(service.describe())
 
-    @router.api_route("/load", methods=GET)
-    async def load() -> Response:
+    @router.get("/load")
+    async def load(request: Request) -> Response:
         return json_response(service.load())
 
-    @router.api_route("/model_info", methods=GET)
-    @router.api_route("/get_model_info", methods=GET)
-    async def model_info() -> Response:
+    @router.get("/model_info")
+    @router.get("/get_model_info")
+    async def model_info(request: Request) -> Response:
         return json_response(service.model_info())
 
-    return router
 
-
-def _control_routes(service: Service) -> APIRouter:
-    router = APIRouter()
-
+def _add_control(service: Service, router: Routes) -> None:
     @router.post("/reset_prefix_cache")
     @router.post("/flush_cache")
-    async def reset_prefix_cache() -> Response:
+    async def reset_prefix_cache(request: Request) -> Response:
         service.reset_prefix_cache()
         return json_response({"status": "ok"})
 
@@ -154,7 +146,7 @@ def _control_routes(service: Service) -> APIRouter:
         return json_response({"status": "profiling"})
 
     @router.post("/stop_profile")
-    async def stop_profile() -> Response:
+    async def stop_profile(request: Request) -> Response:
         """A trace for chrome://tracing or Perfetto."""
         service.check_key_is_set("/stop_profile")
         named = {"Content-Disposition": 'attachment; filename="turnout-profile.json"'}
@@ -162,17 +154,13 @@ def _control_routes(service: Service) -> APIRouter:
         return StreamingResponse(trace, headers=named, media_type="application/json")
 
     @router.post("/restart")
-    async def restart() -> Response:
+    async def restart(request: Request) -> Response:
         """200 as soon as the ranks begin to restart; /ready says when they serve."""
         service.restart()
         return json_response({"status": "restarting"})
 
-    return router
 
-
-def _generation_routes(service: Service) -> APIRouter:
-    router = APIRouter()
-
+def _add_generation(service: Service, router: Routes) -> None:
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
         tokenizer = service.check_open()
@@ -217,12 +205,9 @@ def _generation_routes(service: Service) -> APIRouter:
     async def embeddings(request: Request) -> Response:
         raise invalid("this server generates text and makes no embeddings; ask one of an embedding model")
 
-    return router
 
-
-def _token_routes(service: Service) -> APIRouter:
+def _add_tokens(service: Service, router: Routes) -> None:
     """Between text and token ids, without the engine."""
-    router = APIRouter()
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
@@ -241,8 +226,6 @@ def _token_routes(service: Service) -> APIRouter:
         service.check_open()
         _, text = await service.intake.read(DetokenizeBody, request)
         return json_response({"prompt": text})
-
-    return router
 
 
 async def _nothing() -> None:
@@ -277,7 +260,7 @@ async def _send(
         service.release(generation)
 
 
-def handle_errors(app: FastAPI) -> None:
+def handle_errors(app: Starlette) -> None:
     """Every error leaves in its protocol's shape."""
 
     def answer(request: Request, error: ApiError) -> Response:
@@ -286,11 +269,9 @@ def handle_errors(app: FastAPI) -> None:
         error.param = own if error.param == RESPONSE_FORMAT else error.param
         return error.response(anthropic=request.url.path.startswith("/v1/messages"))
 
-    @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
         return answer(request, error)
 
-    @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         said = f"{request.method} {request.url.path}: {error.detail}"
         if error.status_code == 404:
@@ -299,10 +280,17 @@ def handle_errors(app: FastAPI) -> None:
         refusal = ApiError(error.status_code, said, headers=error.headers)
         return answer(request, refusal)
 
-    @app.exception_handler(ClientDisconnect)
     async def client_left(request: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
-    @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
         return answer(request, ApiError(500, "internal server error; the server's log has the details"))
+
+    answers: dict[type[Exception], Any] = {
+        ApiError: api_error,
+        HTTPException: http_error,
+        ClientDisconnect: client_left,
+        Exception: bug,
+    }
+    for kind, handler in answers.items():
+        app.add_exception_handler(kind, handler)

@@ -109,6 +109,11 @@ class Generation:
         self._cache_salt, self._priority, self._stream_interval = cache_salt, priority, stream_interval
         self._record, self._observers = record, observers
 
+    @property
+    def finished(self) -> bool:
+        """Whether all choices have, so that no delta follows."""
+        return not self._unfinished
+
     def submit(self, choice: Choice) -> None:
         """Hand one of the choices to the engine, which must be serving."""
 

@@ -63,17 +63,20 @@ async def stream(
     openings = [opening for c in generation.choices if (opening := renderer.opening(c)) is not None]
     if openings:
         yield b"".join(event([opening]) for opening in openings)
+    parts: list[bytes] = []
     try:
         async for batch in generation.deltas():
-            parts = [event([chunk]) for c, delta in batch for chunk in renderer.chunks(c, delta)]
-            if parts:
+            parts += [event([chunk]) for c, delta in batch for chunk in renderer.chunks(c, delta)]
+            if parts and not generation.finished:
                 yield b"".join(parts)
+                parts = []
     except ApiError as error:
         yield encode_event(error.body())
         return
     if usage:
-        yield encode_event(_envelope(generation, renderer.part, model, []) | {"usage": generation.usage()})
-    yield b"data: [DONE]\n\n"
+        own = _envelope(generation, renderer.part, model, [])
+        parts.append(encode_event(own | {"usage": generation.usage()}))
+    yield b"".join([*parts, b"data: [DONE]\n\n"])
 
 
 def _says_something(delta: Delta) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import time
 import uuid
@@ -16,6 +15,7 @@ from turnout.checkpoint.config import read_config
 from turnout.checkpoint.locate import locate
 from turnout.config import ServerConfig
 from turnout.engine.sampling.detokenizer import TextStream
+from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.tokenizer import Tokenizer
 from turnout.server.api.answer_parsing import Parsing
 from turnout.server.api.errors import ApiError, invalid, unavailable
@@ -323,13 +323,14 @@ class Service:
             after = parsing.thinking(tokenizer, prompts[0])
             grammar = await asyncio.to_thread(compiled, restrictions, after)
         turn = Turn()
-        sampling_of = functools.cache(
-            functools.partial(body.sampling, vocab_size=self.limits.vocab_size, grammar=grammar)
-        )
+        sampling_of: dict[int, SamplingParams] = {}  # by max_tokens
         choices: list[Choice] = []
         for whole_ids in prompts:
             prompt_ids = self._truncate(whole_ids, body, default_tokens)
-            sampling = sampling_of(self._token_limit(len(prompt_ids), body.max_tokens, default_tokens))
+            limit = self._token_limit(len(prompt_ids), body.max_tokens, default_tokens)
+            if limit not in sampling_of:
+                sampling_of[limit] = body.sampling(limit, self.limits.vocab_size, grammar)
+            sampling = sampling_of[limit]
             for choice in range(body.n or 1):
                 own = for_choice(sampling, choice)
                 text = TextStream(tokenizer, own, keep=parsing.kept)

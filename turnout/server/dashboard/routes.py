@@ -8,12 +8,14 @@ import hmac
 from importlib.resources import files
 from urllib.parse import parse_qs
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
 
 from turnout.server.api.app import carries_key
 from turnout.server.api.connection import EventStream, read_body
 from turnout.server.api.errors import ApiError
+from turnout.server.api.routes import Routes
 from turnout.server.dashboard.feed import Feed
 
 COOKIE = "turnout_dashboard"
@@ -36,8 +38,8 @@ HEADERS = {
 }
 
 
-def dashboard_routes(feed: Feed, api_key: str | None) -> APIRouter:
-    router = APIRouter()
+def dashboard_routes(feed: Feed, api_key: str | None) -> list[Route]:
+    router = Routes()
     pages = _load()
 
     def page(name: str) -> Response:
@@ -49,7 +51,7 @@ def dashboard_routes(feed: Feed, api_key: str | None) -> APIRouter:
             return True
         return hmac.compare_digest(request.cookies.get(COOKIE, "").encode(), session(api_key).encode())
 
-    @router.api_route("/dashboard", methods=["GET", "HEAD"])
+    @router.get("/dashboard")
     async def index(request: Request) -> Response:
         if let_in(request):
             return page("index.html")
@@ -67,19 +69,20 @@ def dashboard_routes(feed: Feed, api_key: str | None) -> APIRouter:
         reply.set_cookie(COOKIE, session(api_key), path="/", httponly=True, samesite="strict")
         return reply
 
-    @router.get("/dashboard/events")
+    @router.get("/dashboard/events", head=False)
     async def events(request: Request) -> Response:
         _check(let_in(request))
         return EventStream(feed.watch(), on_end=_nothing)
 
-    @router.api_route("/dashboard/{name}", methods=["GET", "HEAD"])
-    async def file(name: str, request: Request) -> Response:
+    @router.get("/dashboard/{name}")
+    async def file(request: Request) -> Response:
+        name = request.path_params["name"]
         _check(name in OPEN_FILES or let_in(request))
         if name not in pages:
             raise ApiError(404, f"GET /dashboard/{name}: Not Found")
         return page(name)
 
-    return router
+    return router.routes
 
 
 def session(api_key: str) -> str:
