@@ -58,7 +58,9 @@ class NoWaits(TorchFunctionMode):
         return tensor
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
+        if func is torch.empty and kwargs.pop("pin_memory", False):
+            return self.pin(func(*args, **kwargs))
         if func in (torch.tensor, torch.as_tensor):
             assert kwargs.get("device") in (None, torch.device("cpu")), "values sent from pageable memory"
         elif func in (Tensor.__getitem__, Tensor.__setitem__):

@@ -10,7 +10,18 @@ import pytest
 import zmq
 
 from turnout.config import ServerConfig
-from turnout.engine.messages import AddRequest, EngineStats, Event, Outputs, Ready, RequestOutput, encoder
+from turnout.engine.messages import (
+    AddRequest,
+    Command,
+    EngineStats,
+    Event,
+    Outputs,
+    Ready,
+    RequestOutput,
+    Wake,
+    command_decoder,
+    encoder,
+)
 from turnout.engine.sampling_params import SamplingParams
 from turnout.parallel.health import Reading
 from turnout.server.supervise import engine_group
@@ -100,3 +111,73 @@ def test_a_rank_whose_connection_has_ended_is_given_up(tmp_path: Path, monkeypat
 
     why, _ = failure(tmp_path, hang_up)
     assert "the engine process cannot be reached; on host here" in why
+
+
+class TwoRanks:
+    """A `Host` of two data-parallel ranks, each of which keeps what it is told."""
+
+    ranks, where = range(2), "here"
+
+    async def start(self, rendezvous: Rendezvous, on_exit: OnExit) -> None:
+        self._context = zmq.Context()
+        self.commands = [self._context.socket(zmq.DEALER) for _ in self.ranks]
+        events = self._context.socket(zmq.PUSH)
+        events.connect(rendezvous.events)
+        for rank, commands in enumerate(self.commands):
+            commands.identity = rendezvous.identity(rank).encode()
+            commands.connect(rendezvous.commands)
+            events.send(encoder.encode(Outputs(outputs=[], stats=EngineStats(rank=rank))))
+            ready = Ready(
+                rank=rank, info={"config": {"max_running_requests": 64}}, max_context=9, vocab_size=9
+            )
+            events.send(encoder.encode(ready))
+
+    def told(self) -> list[list[Command]]:
+        """What has come for each rank since the last call."""
+        found: list[list[Command]] = []
+        for commands in self.commands:
+            found.append([])
+            while commands.poll(100):
+                found[-1].append(command_decoder.decode(commands.recv()))
+        return found
+
+    def kill(self) -> None:
+        self._context.destroy(linger=0)
+
+    async def gone(self) -> None:
+        pass
+
+    def readings(self) -> dict[int, Reading]:
+        return {}
+
+    def pid(self, rank: int) -> int | None:
+        return None
+
+
+def test_ranks_are_woken_once_for_all_requests_that_begin_together(tmp_path: Path):
+    """And not before all that begin with them are on their way: who finds no work sleeps again."""
+
+    async def life() -> list[list[list[Command]]]:
+        host, ready = TwoRanks(), asyncio.Event()
+        addresses = {name: f"ipc://{tmp_path}/{name}" for name in ("commands", "events")}
+        config = ServerConfig(tp_size=2, dp_size=2, ep_size=2, enable_dp_attention=True)
+        group = EngineGroup(config, [host], Rendezvous(number=1, init_method="", **addresses))
+        running = asyncio.create_task(group.run(ready.set))
+        await ready.wait()
+        host.told()
+        turns = []
+        for turn in range(2):
+            for i in range(20):
+                sampling = SamplingParams(max_tokens=9)
+                request = AddRequest(id=f"{turn}-{i}", prompt_ids=[1], sampling=sampling)
+                group.submit(request, lambda output: None)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            turns.append(host.told())
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return turns
+
+    for turn in asyncio.run(asyncio.wait_for(life(), 60)):
+        for commands in turn:
+            assert [type(command) for command in commands] == [AddRequest] * 10 + [Wake]

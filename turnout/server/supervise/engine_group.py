@@ -87,6 +87,7 @@ class EngineGroup:
         self._announced: dict[int, Ready] = {}
         self._killed: set[int] = set()  # by a signal, which did not come from here
         self._unreached: set[int] = set()  # ranks that could not be told something
+        self._to_wake: set[int] = set()  # ranks, when this turn of the event loop is over
         self._reports = Counter[int]()  # of each rank, as many as have come
         self.profiling = False
         self._profiled: dict[int, bytes] = {}  # traces that have come, by rank
@@ -167,7 +168,7 @@ class EngineGroup:
         self._admissions[dp_rank].add(request.id, request.priority if by_priority else 0)
         owners = self._sharing(dp_rank)
         self._tell(owners, request)
-        self._tell([rank for rank in range(self.topology.tp_size) if rank not in owners], Wake())
+        self._wake(rank for rank in range(self.topology.tp_size) if rank not in owners)
 
     def abort(self, ids: Iterable[str]) -> None:
         """Forget requests; those unknown or finished are ignored."""
@@ -221,6 +222,20 @@ class EngineGroup:
         """The ranks that share the requests of `dp_rank`: all get the same commands in the same order."""
         size = self.topology.attention_tp
         return range(dp_rank * size, (dp_rank + 1) * size)
+
+    def _wake(self, ranks: Iterable[int]) -> None:
+        """Let these ranks step, once for all requests that begin in this turn of the event loop: a message to
+        each rank for each request takes longer than the request's own. Not before the last of these
+        requests is on its way: who wakes and finds no work sleeps again."""
+        ranks = set(ranks)
+        if ranks and not self._to_wake:
+            asyncio.get_running_loop().call_soon(self._send_wakes)
+        self._to_wake |= ranks
+
+    def _send_wakes(self) -> None:
+        ranks, self._to_wake = sorted(self._to_wake), set()
+        if self.serving:
+            self._tell(ranks, Wake())
 
     def _socket(self, kind: int, address: str) -> zmq.Socket:
         socket = self._context.socket(kind)
