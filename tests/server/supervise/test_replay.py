@@ -46,11 +46,21 @@ def assert_nothing_lost(row: dict[str, Any]) -> None:
     assert row["answers"] >= row["clients"]
 
 
-def test_no_answer_changes_while_ranks_fail(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """Steps overlap, so that a forward fails before the tokens are read of the one before."""
+@pytest.mark.parametrize("stream_interval", [1, 5])
+def test_no_answer_changes_while_ranks_fail(
+    stream_interval: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Steps overlap, so that a forward fails before the tokens are read of the one before. Tokens that a rank
+    holds back are lost with it, and computed again."""
     monkeypatch.setenv("TURNOUT_CLOCK_JUMPS", "86400")  # no deadline counts by the time of day
     kinds = ["exit", "restart"]
-    ahead = config(folder, "dp2", overlap_schedule="on", speculative_algorithm="none")
+    ahead = config(
+        folder,
+        "dp2",
+        overlap_schedule="on",
+        speculative_algorithm="none",
+        stream_interval=stream_interval,
+    )
     row = chaos.run(ahead, clients=16, tokens=60, kinds=kinds, failures=2, every=0.3)
     assert_nothing_lost(row)
     assert "ended with exit code 3; on host" in row["kinds"]["exit"]["said"]
