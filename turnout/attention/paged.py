@@ -138,9 +138,8 @@ class PagedAttention:
         owners_N = np.repeat(np.arange(len(chunks)), lengths_B)
         firsts_B = lengths_B.cumsum() - lengths_B
         places_N = np.arange(len(owners_N)) + (starts_B - firsts_B)[owners_N]
-        pages_N, offsets_N = np.divmod(places_N, self.page_size)
         table = self.host_table.numpy()
-        slots_N = table[rows_B[owners_N], pages_N] * self.page_size + offsets_N
+        slots_N = _slots_at(table, rows_B[owners_N], places_N, self.page_size)
         table_BP = table[rows_B, : -(-int(ends_B.max(initial=0)) // self.page_size)]
         as_tensor = torch.from_numpy
         return as_tensor(places_N), as_tensor(slots_N), as_tensor(table_BP), as_tensor(owners_N)
@@ -173,12 +172,10 @@ class PagedAttention:
             held.placed = len(held.pages)
 
     def _single_slots(self, rows_B: Tensor, places_B: Tensor) -> Tensor:
-        pages_B = self.host_table[rows_B, places_B // self.page_size]
-        return pages_B * self.page_size + places_B % self.page_size
+        return _slots_at(self.host_table, rows_B, places_B, self.page_size)
 
     def _slots(self, row: int, start: int, end: int) -> Tensor:
-        places_L = torch.arange(start, end)
-        return self.host_table[row, places_L // self.page_size] * self.page_size + places_L % self.page_size
+        return _slots_at(self.host_table, row, torch.arange(start, end), self.page_size)
 
 
 def paged_attention(
@@ -241,6 +238,11 @@ def unpacked(packed: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
         views.append(packed[at : at + tensor.numel()].view(tensor.shape))
         at += _room(tensor)
     return views
+
+
+def _slots_at(table: Any, rows: Any, places: Any, page_size: int) -> Any:
+    """Of places in sequences whose pages stand in these rows of `table`; all of torch, or all of numpy."""
+    return table[rows, places // page_size] * page_size + places % page_size
 
 
 def _room(tensor: Tensor) -> int:

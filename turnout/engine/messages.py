@@ -126,11 +126,8 @@ def apart(output: RequestOutput) -> list[RequestOutput]:
     ]
     first, last = singles[0], singles[-1]
     first.prompt_logprobs, first.waited = output.prompt_logprobs, output.waited
-    last.preempted, last.finish_reason, last.stop_token = (
-        output.preempted,
-        output.finish_reason,
-        output.stop_token,
-    )
+    last.preempted, last.finish_reason = output.preempted, output.finish_reason
+    last.stop_token = output.stop_token
     return singles
 
 

@@ -52,6 +52,6 @@ def together(held: list[RequestOutput]) -> list[RequestOutput]:
     """Outputs of one request as one; an error apart, since what was held before it is part of the answer."""
     if len(held) == 1:
         return held
-    if held[-1].error is not None or held[-1].waited is not None:
+    if held[-1].error is not None:
         return [*together(held[:-1]), held[-1]]
     return [as_one(held)]

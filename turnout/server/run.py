@@ -243,7 +243,7 @@ class Supervisor:
     def _http_server(self) -> HttpServer:
         level = self.config.log_level
         app = create_app(self.service)
-        app.router.routes += dashboard_routes(self.feed, self.config.api_key)
+        app.routes.extend(dashboard_routes(self.feed, self.config.api_key))
         app.add_middleware(NoteIncoming)
         return HttpServer(
             uvicorn.Config(

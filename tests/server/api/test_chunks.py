@@ -51,11 +51,11 @@ def application(ended: Ended) -> Starlette:
     async def few(request: Request) -> EventStream:
         return EventStream(produce(PARTS, 0), on_end=end)
 
-    @routes.get("/many")
+    @routes.get("/many", head=False)
     async def many(request: Request) -> EventStream:
         return EventStream(produce(MANY, None), on_end=end)
 
-    @routes.get("/endless")
+    @routes.get("/endless", head=False)
     async def endless(request: Request) -> EventStream:
         return EventStream(produce(PARTS * 10_000, 0.01), on_end=end)
 

@@ -32,10 +32,29 @@ from turnout.server.supervise.local_ranks import OnExit, Rendezvous
 REQUEST = AddRequest(id="a", prompt_ids=[1], sampling=SamplingParams(max_tokens=9))
 
 
-class Rank:
+class Played:
+    """What all `Host`s here have in common: nothing is known of their ranks."""
+
+    where = "here"
+    _context: zmq.Context
+
+    def kill(self) -> None:
+        self._context.destroy(linger=0)
+
+    async def gone(self) -> None:
+        pass
+
+    def readings(self) -> dict[int, Reading]:
+        return {}
+
+    def pid(self, rank: int) -> int | None:
+        return None
+
+
+class Rank(Played):
     """A `Host` of one rank, which says what the test makes it say and goes on whatever happens."""
 
-    ranks, where = range(1), "here"
+    ranks = range(1)
 
     async def start(self, rendezvous: Rendezvous, on_exit: OnExit) -> None:
         self._context = zmq.Context()
@@ -53,18 +72,6 @@ class Rank:
         """Message `number`, which gives the request these tokens."""
         outputs = [RequestOutput(id="a", token_ids=list(token_ids))] if token_ids else []
         self.say(Outputs(number=number, outputs=outputs, stats=EngineStats()))
-
-    def kill(self) -> None:
-        self._context.destroy(linger=0)
-
-    async def gone(self) -> None:
-        pass
-
-    def readings(self) -> dict[int, Reading]:
-        return {}
-
-    def pid(self, rank: int) -> int | None:
-        return None
 
 
 def failure(folder: Path, then: Callable[[Rank, EngineGroup], None]) -> tuple[str, list[int]]:
@@ -113,10 +120,10 @@ def test_a_rank_whose_connection_has_ended_is_given_up(tmp_path: Path, monkeypat
     assert "the engine process cannot be reached; on host here" in why
 
 
-class TwoRanks:
+class TwoRanks(Played):
     """A `Host` of two data-parallel ranks, each of which keeps what it is told."""
 
-    ranks, where = range(2), "here"
+    ranks = range(2)
 
     async def start(self, rendezvous: Rendezvous, on_exit: OnExit) -> None:
         self._context = zmq.Context()
@@ -140,18 +147,6 @@ class TwoRanks:
             while commands.poll(100):
                 found[-1].append(command_decoder.decode(commands.recv()))
         return found
-
-    def kill(self) -> None:
-        self._context.destroy(linger=0)
-
-    async def gone(self) -> None:
-        pass
-
-    def readings(self) -> dict[int, Reading]:
-        return {}
-
-    def pid(self, rank: int) -> int | None:
-        return None
 
 
 def test_ranks_are_woken_once_for_all_requests_that_begin_together(tmp_path: Path):

@@ -224,9 +224,8 @@ class EngineGroup:
         return range(dp_rank * size, (dp_rank + 1) * size)
 
     def _wake(self, ranks: Iterable[int]) -> None:
-        """Let these ranks step, once for all requests that begin in this turn of the event loop: a message to
-        each rank for each request takes longer than the request's own. Not before the last of these
-        requests is on its way: who wakes and finds no work sleeps again."""
+        """Let these ranks step, by one message for all requests that begin in this turn of the event loop.
+        Not before the last of these is on its way: who wakes and finds no work sleeps again."""
         ranks = set(ranks)
         if ranks and not self._to_wake:
             asyncio.get_running_loop().call_soon(self._send_wakes)
