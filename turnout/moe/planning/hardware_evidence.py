@@ -19,7 +19,7 @@ RUNS: dict[str, dict[str, str]] = {
     "hopper": {"NVIDIA H100 80GB HBM3": "2026-11-27", "NVIDIA H200": "2026-11-28"},
     "none": {"NVIDIA H100 80GB HBM3": "2026-11-27", "NVIDIA H200": "2026-11-28"},
     "numba": {"AMD EPYC x2": "2026-11-28", "Intel Xeon x2": "2026-11-27"},
-    "nvlink": {"NVIDIA H200": "2026-11-27"},
+    "nvlink": {"NVIDIA H200": "2026-11-28"},
     "nvlink-experts": {"NVIDIA H200": "2026-11-22"},
     "torch": {"NVIDIA H100 80GB HBM3": "2026-11-27", "NVIDIA H200": "2026-11-28"},
 }
