@@ -165,6 +165,23 @@ def test_choice_by_token_on_a_gpu(tokens: int):
     torch.testing.assert_close(weights, shares, rtol=1e-4, atol=1e-4)
 
 
+def test_a_float32_weight_with_a_bias_is_not_multiplied_in_parts_of_16_bits():
+    from turnout.kernels.common import split_gemm
+
+    x, weight, bias = torch.zeros(1, 256, dtype=torch.bfloat16), torch.zeros(128, 256), torch.zeros(128)
+    assert split_gemm.parts(x, weight, bias) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 7, 200])
+def test_product_of_a_float32_weight_with_a_bias_on_a_gpu(rows: int):
+    """A router's, of hidden states in bfloat16."""
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(rows, 256).bfloat16(), torch.randn(128, 256), torch.randn(128)
+    found = product(F.linear, x.cuda(), weight.cuda(), bias.cuda())
+    torch.testing.assert_close(found.cpu(), F.linear(x.float(), weight, bias), rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kept_in_fp8", [False, True])
 def test_shared_expert_with_a_gate_on_a_gpu(kept_in_fp8: bool):

@@ -155,13 +155,15 @@ def parts(
     """float32 [P, N, M], whose sum over P is x @ weight.T + bias; None where another kernel does better.
 
     All of one 16-bit type, but for a weight that is e4m3 with contiguous scales for groups of as many
-    columns, or float32 and without a bias; inner dimensions are contiguous.
+    columns, or float32 and without a bias; None for other types. Inner dimensions are contiguous.
     """
     if weight_MK.dtype == torch.float32 and bias_M is None:
         return _exact_parts(x_NK, weight_MK)
     (N, K), M = x_NK.shape, len(weight_MK)
     width, steps = pieces(N, M, K)
     if not steps or x_NK.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    if not group and weight_MK.dtype != x_NK.dtype:  # a float32 router with a bias
         return None
     early = launches_early(x_NK.device)
     if N == 1 and not group and whole_rows(M, K):

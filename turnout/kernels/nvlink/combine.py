@@ -77,24 +77,23 @@ def push_results(
     for part in range(PARTS):
         c = (begin + part) * W + tl.arange(0, W)
         inside = c < ROW
-        for other in tl.static_range(RANKS):
-            if other != RANK:
-                wanted = pick(wanted_R.to(tl.int32), other, RP) > 0
-                from_ptr = y_ptr + (t * RANKS + other) * y_stride
+        for turn in tl.static_range(RANK + 1, RANK + RANKS):  # not all ranks to the same one at once
+            wanted = pick(wanted_R.to(tl.int32), turn % RANKS, RP) > 0
+            from_ptr = y_ptr + (t * RANKS + turn % RANKS) * y_stride
+            if BACK == "fp8":
+                x = read_groups(from_ptr, begin + part, wanted, ALL_WORDS, H, W // 32)
+            else:
+                read_c = inside if ALL_WORDS else inside & wanted  # few: sooner than ids are known
+                word = tl.load(from_ptr + c, mask=read_c, other=0)
+            if wanted:
+                to = pick(address_R, turn % RANKS, RP) + back * STRIDE
+                start = landed_at
+                if not ALL_WORDS:
+                    start = tl.where(pick(few_R.to(tl.int32), turn % RANKS, RP) > 0, landed_at, results_at)
                 if BACK == "fp8":
-                    x = read_groups(from_ptr, begin + part, wanted, ALL_WORDS, H, W // 32)
+                    push_fp8(x, to, start, begin + part, H, W // 32, INTERPRETED)
                 else:
-                    read_c = inside if ALL_WORDS else inside & wanted  # few: sooner than ids are known
-                    word = tl.load(from_ptr + c, mask=read_c, other=0)
-                if wanted:
-                    to = pick(address_R, other, RP) + back * STRIDE
-                    start = landed_at
-                    if not ALL_WORDS:
-                        start = tl.where(pick(few_R.to(tl.int32), other, RP) > 0, landed_at, results_at)
-                    if BACK == "fp8":
-                        push_fp8(x, to, start, begin + part, H, W // 32, INTERPRETED)
-                    else:
-                        tl.store(at_word(to, start, tl.int32) + c, nonzero(word), mask=inside)
+                    tl.store(at_word(to, start, tl.int32) + c, nonzero(word), mask=inside)
     if begin == 0:
         meta = meta_at + (half + row_R)[:, None] * (8 * K) + (4 * k)[None, :]
         tl.store(at(here, meta, tl.int32), tl.zeros([RP, KP], tl.int32), mask=read)

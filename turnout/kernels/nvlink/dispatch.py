@@ -38,10 +38,10 @@ def push_words(
     c = first * W + tl.arange(0, W)
     inside = c < ROW
     word = tl.load(x_ptr + c, mask=inside & real, other=0)
-    for r in tl.static_range(RANKS):
-        if tl.max((slice_K == r // TP).to(tl.int32), 0) > 0:
-            to = pick(address_R, r, RP)
-            if WORDS and r != RANK:
+    for turn in tl.static_range(RANK + 1, RANK + 1 + RANKS):  # not all ranks to the same one at once
+        if tl.max((slice_K == turn % RANKS // TP).to(tl.int32), 0) > 0:
+            to = pick(address_R, turn % RANKS, RP)
+            if WORDS and turn % RANKS != RANK:
                 tl.store(at_word(to, landing_at + row * STRIDE, tl.int32) + c, nonzero(word), mask=inside)
             else:
                 tl.store(at_word(to, hidden_at + row * (ROW * 4), tl.int32) + c, word, mask=inside)
@@ -69,10 +69,10 @@ def push_quantized(
     else:
         q, scale = quantize_nvfp4(x, tl.load(scale_ptr), INTERPRETED)
     b = g[:, None] * packed + tl.arange(0, packed)[None, :]
-    for r in tl.static_range(RANKS):
-        if tl.max((slice_K == r // TP).to(tl.int32), 0) > 0:
-            to = pick(address_R, r, RP)
-            if WORDS and r != RANK:  # a word's last value, if zero, as -0
+    for turn in tl.static_range(RANK + 1, RANK + 1 + RANKS):  # not all ranks to the same one at once
+        if tl.max((slice_K == turn % RANKS // TP).to(tl.int32), 0) > 0:
+            to = pick(address_R, turn % RANKS, RP)
+            if WORDS and turn % RANKS != RANK:  # a word's last value, if zero, as -0
                 start = to + row * STRIDE
                 last = (b & 3) == 3
                 zero: tl.constexpr = 128
