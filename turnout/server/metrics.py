@@ -6,11 +6,14 @@ report when a scraper asks, so that counters cannot drift apart.
 
 from __future__ import annotations
 
+import collections
 import math
+import operator
 from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import accumulate
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, disable_created_metrics, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -28,6 +31,20 @@ from turnout.server.supervise.engine import EngineSupervisor
 FAMILIES = {Kind.COUNTER: CounterMetricFamily, Kind.GAUGE: GaugeMetricFamily}
 
 
+class Observations(msgspec.Struct, frozen=True, array_like=True):
+    """Of a histogram: how many in each bucket, and the sum of their values."""
+
+    counts: list[int]
+    sum: float
+
+
+class Observed(msgspec.Struct, frozen=True, array_like=True):
+    """What requests went through in one process: by histogram, and how many ended for which reason."""
+
+    histograms: dict[str, Observations]
+    finished: dict[str, int]
+
+
 class Histogram(Collector):
     """As prometheus_client's, without its locks and its search through all bounds, which cost 3 us of every
     token: one thread observes and is scraped. It has no labels but the model's name."""
@@ -42,6 +59,19 @@ class Histogram(Collector):
         """Count `value` as often as `times` says."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
+
+    def take(self) -> Observations | None:
+        """What was observed since the last call, which forgets it; None if nothing was."""
+        if not any(self._counts):
+            return None
+        taken = Observations(self._counts, self._sum)
+        self._counts, self._sum = [0] * len(self._counts), 0.0
+        return taken
+
+    def add(self, taken: Observations) -> None:
+        """Count what another process observed."""
+        self._counts = list(map(operator.add, self._counts, taken.counts))
+        self._sum += taken.sum
 
     def buckets(self) -> list[tuple[float, float]]:
         """(upper bound, observations up to it)."""
@@ -58,10 +88,11 @@ class Histogram(Collector):
 class Metrics:
     """One registry per server, so that several servers can live in one process (tests)."""
 
-    def __init__(self, engine: EngineSupervisor, model_name: str):
+    def __init__(self, model_name: str):
         self.registry = CollectorRegistry()
         disable_created_metrics()  # a second series for each, of no use here
         self._model_name = model_name
+        self._finished = collections.Counter[str]()  # since `take`, by reason
         self._observed = {metric.name: self._declare(metric) for metric in METRICS if observed(metric)}
         self.first_token = self.histogram("time_to_first_token_seconds")
         self.inter_token = self.histogram("inter_token_latency_seconds")
@@ -73,7 +104,6 @@ class Metrics:
         self.prompt_tokens = self.histogram("request_prompt_tokens")
         self.generation_tokens = self.histogram("request_generation_tokens")
         self.max_tokens = self.histogram("request_params_max_tokens")
-        self.registry.register(EngineCollector(engine, model_name))
 
     def histogram(self, name: str) -> Histogram:
         """The one of metric_list.py with that name."""
@@ -85,10 +115,25 @@ class Metrics:
         """(upper bound, observations up to it) of a histogram that requests are observed in."""
         return self.histogram(name).buckets()
 
-    def finished(self, reason: str) -> None:
+    def finished(self, reason: str, times: int = 1) -> None:
         counter = self._observed["request_success_total"]
         assert isinstance(counter, Counter)
-        counter.labels(self._model_name, reason).inc()
+        counter.labels(self._model_name, reason).inc(times)
+        self._finished[reason] += times
+
+    def take(self) -> Observed | None:
+        """What was observed since the last call, for another process to `add`; None if nothing was."""
+        taken = {name: h.take() for name, h in self._observed.items() if isinstance(h, Histogram)}
+        finished, self._finished = self._finished, collections.Counter()
+        found = {name: observations for name, observations in taken.items() if observations}
+        return Observed(found, dict(finished)) if found or finished else None
+
+    def add(self, observed: Observed) -> None:
+        """Count what another process took."""
+        for name, observations in observed.histograms.items():
+            self.histogram(name).add(observations)
+        for reason, times in observed.finished.items():
+            self.finished(reason, times)
 
     def text(self) -> bytes:
         """The exposition in Prometheus' text format, version 0.0.4."""

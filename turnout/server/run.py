@@ -12,53 +12,33 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-import uvicorn
-
-from turnout.checkpoint.locate import locate
 from turnout.config import ServerConfig, lifeline
 from turnout.engine.fork_server import ForkServer
-from turnout.engine.ranks.local_launcher import STOP_SIGNALS, signals_held, stop_signals
-from turnout.engine.tokenizer import Tokenizer
+from turnout.engine.ranks.local_launcher import STOP_SIGNALS, stop_signals
 from turnout.errors import PlanRefused, UserError
 from turnout.parallel.topology import Topology
 from turnout.server.api.app import create_app
-from turnout.server.api.guard import GuardedProtocol
+from turnout.server.api.control import Control
 from turnout.server.api.service import Service
-from turnout.server.api.turns import BEGUN_AT_ONCE
 from turnout.server.dashboard.feed import Feed
 from turnout.server.dashboard.routes import dashboard_routes
-from turnout.server.request_log import NoteIncoming, log_requests
+from turnout.server.http_server import WAITING_CONNECTIONS, http_server
+from turnout.server.http_workers.pool import HttpWorkers
 from turnout.server.supervise.engine import EngineSupervisor
 from turnout.server.supervise.rank_protocol import head_address
-from turnout.server.tracing import Tracer
+from turnout.server.tracing import observe_requests
 
 READY = "Turnout is ready at "  # the line that launch.py waits for
-SHUTDOWN_GRACE = 5  # seconds for connections to close after the last answer
-KEEP_ALIVE = 60  # seconds; longer than clients pause between requests
-WAITING_CONNECTIONS = 2048  # that the system keeps until they are accepted
 FILES_NOTED = 30  # seconds between two lines about connections that there are no files for
 LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # an address to reach a server that listens on all
 
 log = logging.getLogger("turnout.server")
-
-
-class HttpServer(uvicorn.Server):
-    """uvicorn, which on a signal would close its socket at once; we first drain, see `Supervisor`."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: Sequence[socket.socket] | None = None) -> None:
-        await super().startup(list(sockets or ()))
-        for listener in sockets or ():  # asyncio has one number for both: accepted at once, and kept waiting
-            listener.listen(WAITING_CONNECTIONS)
 
 
 def check_hosts(config: ServerConfig) -> None:
@@ -117,8 +97,16 @@ class Supervisor:
         self.listener = listener
         self.engine = EngineSupervisor(config, secret, fork_server)
         self.service = Service(config, self.engine)
-        self.feed = Feed(self.service)
-        self._tracer = self._observe_requests()
+        self.workers: HttpWorkers | None = None
+        self._folder: TemporaryDirectory[str] | None = None
+        if config.api_server_count > 1:
+            self._folder = TemporaryDirectory(prefix="turnout_http_")
+            self.workers = HttpWorkers(
+                config, listener, self.engine, self.service.metrics, str(self._own_address)
+            )
+        self.control = Control(self.service, self.engine, self._count_elsewhere)
+        self.feed = Feed(self.control)
+        self._tracer = observe_requests(self.service)
         self._told_to_stop = asyncio.Event()
         self._failure = failure or Future()
         self._files_noted = -math.inf
@@ -130,6 +118,15 @@ class Supervisor:
         host = LOCAL.get(host, host)
         return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
 
+    @property
+    def _own_address(self) -> Path:
+        """The Unix socket where this process serves HTTP to workers."""
+        assert self._folder is not None
+        return Path(self._folder.name) / "http"
+
+    def _count_elsewhere(self) -> int:
+        return self.workers.active if self.workers else 0
+
     async def run(self) -> int:
         """The exit code. Raises EngineFailed, UserError (of the tokenizer)."""
         loop = asyncio.get_running_loop()
@@ -139,19 +136,26 @@ class Supervisor:
         for number in stop_signals():
             loop.add_signal_handler(number, self._on_signal, number)
         self._follow_launcher(loop)
-        http = self._http_server()
-        serving = asyncio.create_task(http.serve(sockets=[self.listener]))
+        app = create_app(self.control)
+        app.routes.extend(dashboard_routes(self.feed, self.config.api_key))
+        http = http_server(app, self.config.log_level)
+        serving = asyncio.create_task(http.serve(sockets=[self._own_listener()]))
+        workers = asyncio.create_task(self.workers.run()) if self.workers else asyncio.Future[None]()
         engine = asyncio.create_task(self.engine.run())
         life = asyncio.create_task(self._live())
         failure = asyncio.wrap_future(self._failure)
         try:
-            await asyncio.wait({engine, life, serving, failure}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (engine, life, serving, failure):
-                if task.done():
-                    task.result()
+            parts = (engine, life, serving, workers, failure)
+            await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+            for part in parts:
+                if part.done():
+                    part.result()
         finally:
             life.cancel()
             self.feed.close()
+            if self.workers:
+                await self.workers.close()
+                await asyncio.wait({workers})
             http.should_exit = True
             await asyncio.wait({serving})
             await self.service.intake.close()
@@ -159,21 +163,10 @@ class Supervisor:
             await asyncio.wait({engine})
             if self._tracer:
                 await asyncio.to_thread(self._tracer.close)
+            if self._folder:
+                self._folder.cleanup()
         engine.result()  # it may have failed while it left
         return 0
-
-    def _observe_requests(self) -> Tracer | None:
-        """Log and trace requests as configured. Raises UserError."""
-        config, service = self.config, self.service
-        if config.log_requests != "off":
-            texts = config.log_requests == "full"
-            service.observers.append(log_requests(service.decode if texts else None))
-        if not config.otlp_traces_endpoint:
-            return None
-        with signals_held():
-            tracer = Tracer(config.otlp_traces_endpoint, service.model_name)
-        service.observers.append(tracer.observe)
-        return tracer
 
     async def _live(self) -> None:
         """Load, announce, wait for a signal, drain."""
@@ -191,20 +184,33 @@ class Supervisor:
         await self._drain()
 
     async def _load(self) -> None:
-        tokenizer = await asyncio.to_thread(load_tokenizer, self.config)
+        tokenizer = await self.service.load_tokenizer()
         await self.engine.started.wait()
         self.service.open(tokenizer)
+        if self.workers:
+            await self.workers.opened()
 
     async def _drain(self) -> None:
         """No new requests; wait for the running ones."""
         self.service.draining = True
-        if self.service.num_active:
-            log.info("waiting for %d requests to finish", self.service.num_active)
+        if self.control.num_active:
+            log.info("waiting for %d requests to finish", self.control.num_active)
+        ending = [self.service.wait_idle()] + ([self.workers.drain()] if self.workers else [])
         try:
-            await asyncio.wait_for(self.service.wait_idle(), self.config.shutdown_timeout)
+            await asyncio.wait_for(asyncio.gather(*ending), self.config.shutdown_timeout)
         except TimeoutError:
-            log.warning("--shutdown-timeout is over: cutting %d requests off", self.service.num_active)
+            log.warning("--shutdown-timeout is over: cutting %d requests off", self.control.num_active)
             self.service.cut_off()
+            if self.workers:
+                self.workers.cut_off()
+
+    def _own_listener(self) -> socket.socket:
+        """On which this process serves HTTP: the server's, or one for its workers."""
+        if self.workers is None:
+            return self.listener
+        own = socket.socket(socket.AF_UNIX)
+        own.bind(str(self._own_address))
+        return own
 
     def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """What is not awaited. asyncio reports hundreds of times a second that it accepts nothing."""
@@ -239,28 +245,3 @@ class Supervisor:
             self._leave()
 
         loop.add_reader(descriptor, ended)
-
-    def _http_server(self) -> HttpServer:
-        level = self.config.log_level
-        app = create_app(self.service)
-        app.routes.extend(dashboard_routes(self.feed, self.config.api_key))
-        app.add_middleware(NoteIncoming)
-        return HttpServer(
-            uvicorn.Config(
-                app,
-                http=GuardedProtocol,
-                log_config=None,
-                log_level="warning" if level == "info" else level,
-                access_log=level == "debug",
-                lifespan="off",
-                ws="none",
-                server_header=False,
-                timeout_keep_alive=KEEP_ALIVE,
-                backlog=BEGUN_AT_ONCE,  # connections accepted in one turn
-                timeout_graceful_shutdown=SHUTDOWN_GRACE,
-            )
-        )
-
-
-def load_tokenizer(config: ServerConfig) -> Tokenizer:
-    return Tokenizer.load(locate(config.model), trust_remote_code=config.trust_remote_code)

@@ -43,7 +43,7 @@ class Run:
 
     def __init__(self, tokenizer: Tokenizer, samplings: list[SamplingParams], parsers: list[Parser | None]):
         self.engine = EngineSupervisor(ServerConfig(model="unused"))
-        self.metrics = Metrics(self.engine, "unused")
+        self.metrics = Metrics("unused")
         self.choices = [
             Choice(i, [1, 2], sampling, TextStream(tokenizer, sampling), parser)
             for i, (sampling, parser) in enumerate(zip(samplings, parsers, strict=True))

@@ -14,6 +14,7 @@ import schemathesis
 
 from turnout.config import ServerConfig
 from turnout.server.api.app import create_app
+from turnout.server.api.control import Control
 from turnout.server.api.openapi import PROBES, describe
 from turnout.server.api.service import Service
 from turnout.server.supervise.engine import EngineSupervisor
@@ -28,7 +29,8 @@ def test_the_description_is_valid_openapi(with_key: bool):
 
 def test_every_route_is_described():
     config = ServerConfig()
-    app = create_app(Service(config, EngineSupervisor(config)))
+    engine = EngineSupervisor(config)
+    app = create_app(Control(Service(config, engine), engine))
     routes: dict[str, set[str]] = {}
     for route in app.routes:
         path, methods = route.path.replace(":path}", "}"), {method.lower() for method in route.methods}

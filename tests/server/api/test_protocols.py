@@ -15,6 +15,7 @@ from starlette.testclient import TestClient
 
 from turnout.config import ServerConfig
 from turnout.server.api.app import create_app
+from turnout.server.api.control import Control
 from turnout.server.api.service import Service
 from turnout.server.supervise.engine import EngineSupervisor
 
@@ -477,7 +478,8 @@ def test_deep_json_is_refused(web: httpx.Client, path: str):
 
 def test_anthropics_clients_have_a_header_for_the_key():
     config = ServerConfig(api_key="secret")
-    web = TestClient(create_app(Service(config, EngineSupervisor(config))))
+    engine = EngineSupervisor(config)
+    web = TestClient(create_app(Control(Service(config, engine), engine)))
     for headers, status, kind in (
         ({}, 401, "authentication_error"),
         ({"x-api-key": "guess"}, 401, "authentication_error"),

@@ -21,7 +21,8 @@ from turnout.server.api.protocol import CompletionBody
 from turnout.server.api.service import Service
 from turnout.server.api.sizes import Limits
 from turnout.server.api.turns import BEGUN_AT_ONCE, Turns
-from turnout.server.run import HttpServer, bind
+from turnout.server.http_server import HttpServer
+from turnout.server.run import bind
 
 
 class Engine:
@@ -33,12 +34,22 @@ class Engine:
 
     def __init__(self) -> None:
         self.ids: set[str] = set()
+        self.reserved = 0
 
     @property
     def num_requests(self) -> int:
         return len(self.ids)
 
+    async def reserve(self, count: int, room: int) -> int | None:
+        present = self.num_requests + self.reserved
+        self.reserved += count if present + count <= room else 0
+        return None if present + count <= room else present
+
+    def unreserve(self, count: int) -> None:
+        self.reserved -= count
+
     def submit(self, request: AddRequest, sink: object) -> None:
+        self.reserved -= 1
         self.ids.add(request.id)
 
     def abort(self, ids: Iterable[str]) -> None:

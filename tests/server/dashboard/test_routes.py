@@ -17,6 +17,7 @@ import pytest
 from tests.server.processes import await_reports, eventually, started
 from tests.server.test_metrics import families
 from turnout.config import ServerConfig
+from turnout.server.api.control import Control
 from turnout.server.api.service import Service
 from turnout.server.dashboard.feed import Feed
 from turnout.server.launch import ServerProcess
@@ -119,7 +120,8 @@ def test_the_feed_says_what_metrics_say(root: str, http: httpx.Client):
 def test_nothing_ticks_while_nobody_looks():
     async def look() -> None:
         config = ServerConfig()
-        feed = Feed(Service(config, EngineSupervisor(config)))
+        engine = EngineSupervisor(config)
+        feed = Feed(Control(Service(config, engine), engine))
         assert feed._ticking is None
         viewers = [feed.watch(), feed.watch()]
         for viewer in viewers:

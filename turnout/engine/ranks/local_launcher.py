@@ -126,12 +126,29 @@ def stop_signals() -> list[signal.Signals]:
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """While a process or thread is started that leaves STOP_SIGNALS to this one: it inherits that."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    """While a process or thread is started that leaves STOP_SIGNALS to this one: it inherits that.
+
+    Tasks of one thread may start several at once: the last one to end lets signals come again.
+    """
+    if not _held.depth:
+        _held.before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    _held.depth += 1
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        _held.depth -= 1
+        if not _held.depth:
+            signal.pthread_sigmask(signal.SIG_SETMASK, _held.before)
+
+
+class _Held(threading.local):
+    """Of this thread: how many hold its signals, and what it had blocked before."""
+
+    depth = 0
+    before: set[int | signal.Signals] = set()
+
+
+_held = _Held()
 
 
 def leave_signals_to_launcher() -> None:

@@ -1,9 +1,9 @@
-"""The routes. Each reads its body, asks the service, and renders the answer."""
+"""The routes. Each reads its body, asks the service or the control, and renders the answer."""
 
 from __future__ import annotations
 
 import hmac
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
@@ -13,11 +13,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from turnout import __version__
 from turnout.server.api.anthropic.answer import PING, collect_message, stream_message
 from turnout.server.api.anthropic.body import CountBody, MessagesBody
 from turnout.server.api.connection import COMMENT, EventStream, read_body, while_connected
+from turnout.server.api.control import Control
 from turnout.server.api.errors import ApiError, invalid, json_response
 from turnout.server.api.generation import Generation
 from turnout.server.api.openai_responses.answer import ResponseAnswer
@@ -47,27 +49,41 @@ PATHS = [operation.path for operation in OPERATIONS]
 CLIENT_CLOSED_REQUEST = 499  # no client reads it; access logs do
 
 
-def create_app(service: Service) -> Starlette:
-    """The HTTP interface of `service`."""
+def create_app(control: Control) -> Starlette:
+    """The whole HTTP interface."""
+    service = control.service
+    keyed = Routes(partial(_check_key, service.config.api_key))
+    _add_info(control, keyed)
+    _add_control(control, keyed)
+    _add_generation(service, keyed)
+    _add_tokens(service, keyed)
+    return _app([*_open_routes(control), *keyed.routes])
 
-    def check_key(request: Request) -> None:
-        key = service.config.api_key
-        if key is None or carries_key(request.headers.get("authorization", ""), key):
-            return
-        # Anthropic's clients have a header of their own.
-        if not carries_key(f"bearer {request.headers.get('x-api-key', '')}", key):
-            raise ApiError(
-                401, "missing or wrong API key: send `Authorization: Bearer KEY`", code="invalid_api_key"
-            )
 
-    keyed = Routes(check_key)
-    for add in (_add_info, _add_control, _add_generation, _add_tokens):
-        add(service, keyed)
-    app = Starlette(routes=[*_open_routes(service), *keyed.routes])
+def create_app_for_requests(service: Service, others: ASGIApp) -> Starlette:
+    """Of a process that generates and tokenises; `others` takes all requests that are not about that."""
+    keyed = Routes(partial(_check_key, service.config.api_key))
+    _add_generation(service, keyed)
+    _add_tokens(service, keyed)
+    return _app([*keyed.routes, Route("/{path:path}", others)])
+
+
+def _app(routes: Sequence[Route]) -> Starlette:
+    app = Starlette(routes=routes)
     app.add_middleware(Turns)
     app.add_middleware(RequestIds)
     handle_errors(app)
     return app
+
+
+def _check_key(key: str | None, request: Request) -> None:
+    if key is None or carries_key(request.headers.get("authorization", ""), key):
+        return
+    # Anthropic's clients have a header of their own.
+    if not carries_key(f"bearer {request.headers.get('x-api-key', '')}", key):
+        raise ApiError(
+            401, "missing or wrong API key: send `Authorization: Bearer KEY`", code="invalid_api_key"
+        )
 
 
 def carries_key(authorization: str, key: str) -> bool:
@@ -77,7 +93,7 @@ def carries_key(authorization: str, key: str) -> bool:
     return hmac.compare_digest(raw, key.encode()) and scheme.lower() == "bearer"
 
 
-def _open_routes(service: Service) -> list[Route]:
+def _open_routes(control: Control) -> list[Route]:
     """For probes and scrapers, which carry no key."""
     router = Routes()
 
@@ -89,74 +105,74 @@ def _open_routes(service: Service) -> list[Route]:
     @router.get("/ready")
     async def ready(request: Request) -> Response:
         """200 if a request sent now would be served, else 503 with the reason."""
-        service.check_ready()
+        control.check_ready()
         return json_response({"status": "ready"})
 
     @router.get("/metrics")
     async def metrics(request: Request) -> Response:
-        return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(control.service.metrics.text(), media_type="text/plain; version=0.0.4")
 
     return router.routes
 
 
-def _add_info(service: Service, router: Routes) -> None:
+def _add_info(control: Control, router: Routes) -> None:
     @router.get("/version")
     async def version(request: Request) -> Response:
         return json_response({"version": __version__})
 
     @router.get("/openapi.json")
     async def openapi(request: Request) -> Response:
-        return json_response(describe(with_key=service.config.api_key is not None))
+        return json_response(describe(with_key=control.service.config.api_key is not None))
 
     @router.get("/v1/models")
     async def models(request: Request) -> Response:
-        return json_response({"object": "list", "data": [service.model_card()]})
+        return json_response({"object": "list", "data": [control.model_card()]})
 
     @router.get("/v1/models/{model:path}")
     async def model(request: Request) -> Response:
-        check_model(request.path_params["model"], service.limits)
-        return json_response(service.model_card())
+        check_model(request.path_params["model"], control.service.limits)
+        return json_response(control.model_card())
 
     @router.get("/server_info")
     async def server_info(request: Request) -> Response:
-        return json_response(service.describe())
+        return json_response(control.describe())
 
     @router.get("/load")
     async def load(request: Request) -> Response:
-        return json_response(service.load())
+        return json_response(control.load())
 
     @router.get("/model_info")
     @router.get("/get_model_info")
     async def model_info(request: Request) -> Response:
-        return json_response(service.model_info())
+        return json_response(control.model_info())
 
 
-def _add_control(service: Service, router: Routes) -> None:
+def _add_control(control: Control, router: Routes) -> None:
     @router.post("/reset_prefix_cache")
     @router.post("/flush_cache")
     async def reset_prefix_cache(request: Request) -> Response:
-        service.reset_prefix_cache()
+        control.reset_prefix_cache()
         return json_response({"status": "ok"})
 
     @router.post("/start_profile")
     async def start_profile(request: Request) -> Response:
-        service.check_key_is_set("/start_profile")
+        control.check_key_is_set("/start_profile")
         raw = await read_body(request, PROFILE_BYTES, small=PROFILE_BYTES, on_large=_nothing)
-        service.start_profile(parse(ProfileBody, raw or b"{}"))
+        control.start_profile(parse(ProfileBody, raw or b"{}"))
         return json_response({"status": "profiling"})
 
     @router.post("/stop_profile")
     async def stop_profile(request: Request) -> Response:
         """A trace for chrome://tracing or Perfetto."""
-        service.check_key_is_set("/stop_profile")
+        control.check_key_is_set("/stop_profile")
         named = {"Content-Disposition": 'attachment; filename="turnout-profile.json"'}
-        trace = await service.stop_profile()
+        trace = await control.stop_profile()
         return StreamingResponse(trace, headers=named, media_type="application/json")
 
     @router.post("/restart")
     async def restart(request: Request) -> Response:
         """200 as soon as the ranks begin to restart; /ready says when they serve."""
-        service.restart()
+        control.restart()
         return json_response({"status": "restarting"})
 
 

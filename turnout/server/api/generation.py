@@ -17,7 +17,7 @@ from turnout.server.api.errors import ApiError
 from turnout.server.api.parsing.parts import Arguments, Call, Parser, Part, Text, ends_call, merged
 from turnout.server.metrics import Metrics
 from turnout.server.request_log import Observer, RequestRecord
-from turnout.server.supervise.engine import EngineSupervisor
+from turnout.server.supervise.interface import Engine
 from turnout.server.supervise.ledger import EngineFailed
 
 
@@ -80,7 +80,7 @@ class Generation:
         self,
         key: str,
         id: str,
-        engine: EngineSupervisor,
+        engine: Engine,
         metrics: Metrics,
         choices: Sequence[Choice],
         record: RequestRecord | None,
@@ -105,6 +105,7 @@ class Generation:
         self._come: list[Item] = []  # and not digested
         self._waiter: asyncio.Future[None] | None = None  # of `deltas`, while nothing has come
         self._unfinished = len(choices)
+        self.num_submitted = 0  # of the choices
         self._cut_short: str = "abort"  # why choices end that have not finished
         self._cache_salt, self._priority, self._stream_interval = cache_salt, priority, stream_interval
         self._record, self._observers = record, observers
@@ -130,6 +131,7 @@ class Generation:
             stream_interval=self._stream_interval,
         )
         self._engine.submit(request, sink)
+        self.num_submitted += 1
 
     async def deltas(self) -> AsyncIterator[list[tuple[Choice, Delta]]]:
         """What the choices gained since they were last asked for, until all have finished. Raises ApiError,

@@ -1,16 +1,15 @@
-"""What the routes share: who may come in, what a request costs, and the requests that are running."""
+"""What the routes share that generate: who may come in, what a request costs, and the requests that are
+running."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from turnout import __version__
 from turnout.checkpoint.config import read_config
 from turnout.checkpoint.locate import locate
 from turnout.config import ServerConfig
@@ -22,7 +21,6 @@ from turnout.server.api.errors import ApiError, invalid, unavailable
 from turnout.server.api.generation import Choice, Generation, for_choice
 from turnout.server.api.intake import Intake
 from turnout.server.api.parsing.registry import Parsers
-from turnout.server.api.profiling import ProfileBody, merged
 from turnout.server.api.protocol import ChatBody, CompletionBody, GenerationBody, check_ids
 from turnout.server.api.scoring import LabelRequest, ScoreBody, scores
 from turnout.server.api.sizes import Limits
@@ -30,32 +28,40 @@ from turnout.server.api.structured import compiled
 from turnout.server.api.turns import Turn
 from turnout.server.metrics import Metrics
 from turnout.server.request_log import INCOMING, Incoming, Observer, RequestRecord, SequenceRecord
-from turnout.server.supervise.engine import EngineSupervisor
-from turnout.server.supervise.ledger import EngineFailed
+from turnout.server.supervise.interface import Engine
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
 
 class Service:
-    """The state of one server. Lives in the event loop's thread."""
+    """The requests of one process. Lives in the event loop's thread.
 
-    def __init__(self, config: ServerConfig, engine: EngineSupervisor):
+    on_end: called when a request has its answer, or its client has left.
+    """
+
+    def __init__(self, config: ServerConfig, engine: Engine):
         self.config = config
         self.engine = engine
         self.model_name = config.served_model_name or model_name(config.model)
-        self.metrics = Metrics(engine, self.model_name)
+        self.metrics = Metrics(self.model_name)
         self.observers: list[Observer] = []  # of every request that has ended
         self.draining = False
-        self._created = int(time.time())
+        self.on_end: Callable[[], object] = int
         self.tokenizer: Tokenizer | None = None
         self.parsers = Parsers.chosen(config.tool_call_parser, config.reasoning_parser)  # checks the names
         self.limits = Limits(model=self.model_name, max_context=0, vocab_size=0)  # until the engine is ready
         self.intake = Intake(config.max_request_bytes)
         self._active: set[Generation] = set()
         self._room = 0  # for sequences that run and wait, once the engine is ready
-        self._promised = 0  # sequences that were let in and are yet to be submitted
         self._idle = asyncio.Event()
         self._idle.set()
+
+    async def load_tokenizer(self) -> Tokenizer:
+        """The model's. Raises UserError."""
+        config = self.config
+        return await asyncio.to_thread(
+            Tokenizer.load, locate(config.model), trust_remote_code=config.trust_remote_code
+        )
 
     def open(self, tokenizer: Tokenizer) -> None:
         """Let requests in, once the engine is ready. Raises UserError for parsers that do not go together."""
@@ -78,13 +84,6 @@ class Service:
     def num_active(self) -> int:
         return len(self._active)
 
-    def check_ready(self) -> Tokenizer:
-        """Raises ApiError 503 unless a request could be served now."""
-        tokenizer = self.check_open()
-        if not self.engine.serving:
-            raise self._restarting()
-        return tokenizer
-
     def check_open(self) -> Tokenizer:
         """Raises ApiError 503 unless requests are taken, if only to wait for the ranks to restart."""
         if self.engine.failure:
@@ -94,10 +93,11 @@ class Service:
         if self.tokenizer is None:
             raise unavailable("the model is loading", "loading")
         if not self.engine.accepting:
-            raise self._restarting()
+            raise self.restarting()
         return self.tokenizer
 
-    def _restarting(self) -> ApiError:
+    def restarting(self) -> ApiError:
+        """What to answer while the ranks restart."""
         return unavailable(f"restarting: {self.engine.last_failure or 'as told to'}", "restarting")
 
     async def complete(
@@ -127,111 +127,13 @@ class Service:
         usage = generation.usage()
         return {"object": "scoring", "model": self.model_name, "scores": found, "usage": usage}
 
-    def reset_prefix_cache(self) -> None:
-        """Compute all prompts again from now on. Raises ApiError 503 unless ready."""
-        self.check_ready()
-        self.engine.reset_prefix_cache()
-
-    def load(self) -> dict[str, int]:
-        """/load: vLLM's count of requests that are being served, and of their sequences where they are."""
-        stats = self.engine.stats.values()
-        return {
-            "server_load": self.num_active,
-            "running": sum(rank.num_running for rank in stats),
-            "waiting": sum(rank.num_waiting for rank in stats),
-        }
-
-    def model_info(self) -> dict[str, Any]:
-        """/model_info: SGLang's, by which routers tell what a worker serves."""
-        ready = self.engine.ready
-        shape = ready.info["description"]["shape"] if ready else {}
-        return {
-            "model_path": self.config.model,
-            "tokenizer_path": self.config.model,
-            "served_model_name": self.model_name,
-            "is_generation": True,
-            "architectures": [shape["architecture"]] if shape else [],
-            "vocab_size": self.limits.vocab_size or None,
-            "max_context_length": self.limits.max_context or None,
-            "max_req_input_len": self.limits.max_context or None,
-            "eos_token_ids": list(shape.get("eos_token_ids", ())),
-            "weight_version": "default",
-            "preferred_sampling_params": None,
-        }
-
-    def model_card(self) -> dict[str, Any]:
-        """OpenAI's model object, with the context length as other engines add it."""
-        return {
-            "id": self.model_name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "turnout",
-            "max_model_len": self.limits.max_context or None,
-        }
-
-    def describe(self) -> dict[str, Any]:
-        """/server_info: how the server was configured, what the engine decided, and how each rank fares."""
-        ready = self.engine.ready
-        return {
-            "version": __version__,
-            "model": self.model_name,
-            "pid": os.getpid(),
-            "state": self.state,
-            "requests": {"active": self.num_active, "sequences": self.engine.num_requests},
-            "config": self.config.describe(),
-            "plan": ready.info.get("plan") if ready else None,
-            "engine": ready.info if ready else None,
-            "restarts": self.engine.restarts,
-            "last_failure": str(self.engine.last_failure) if self.engine.last_failure else None,
-            "ranks": self.engine.describe_ranks(),
-            "seconds_since_report": round(time.monotonic() - self.engine.heard, 3),
-        }
-
-    @property
-    def state(self) -> str:
-        if self.engine.failure:
-            return "failed"
-        if self.draining:
-            return "draining"
-        if self.tokenizer is None:
-            return "loading"
-        return "ready" if self.engine.serving else "restarting"
-
-    def restart(self) -> None:
-        """Restart the ranks without losing a request. Raises ApiError 403 and 503."""
-        self.check_key_is_set("/restart")
-        self.check_ready()
-        self.engine.restart()
-
-    def check_key_is_set(self, path: str) -> None:
-        """Raises ApiError 403 for what only those may do who hold a key, if there is none."""
-        if self.config.api_key is None:
-            raise ApiError(403, f"POST {path} needs a server that was started with --api-key")
-
-    def start_profile(self, body: ProfileBody) -> None:
-        """Let all ranks record their next steps. Raises ApiError 409 and 503."""
-        self.check_ready()
-        if self.engine.profiling:
-            raise ApiError(409, "a profile is being recorded: get it with POST /stop_profile first")
-        self.engine.start_profile(body.command(time.time()))
-
-    async def stop_profile(self) -> AsyncIterator[bytes]:
-        """One Chrome trace of what all ranks recorded, in parts. Raises ApiError 409 and 503."""
-        self.check_ready()
-        if not self.engine.profiling:
-            raise ApiError(409, "no profile is being recorded: begin with POST /start_profile")
-        try:
-            traces = await self.engine.stop_profile()
-        except EngineFailed as failure:
-            raise unavailable(f"the profile is lost: {failure}", "restarting") from None
-        return merged(traces)
-
     def release(self, generation: Generation) -> None:
         """The request has been answered or its client has left; harmless when repeated."""
         generation.close()
         self._active.discard(generation)
         if not self._active:
             self._idle.set()
+        self.on_end()
 
     async def wait_idle(self) -> None:
         await self._idle.wait()
@@ -260,9 +162,8 @@ class Service:
                 "with --scheduling-policy priority",
                 "priority",
             )
-        promised = (body.n or 1) * len(prompts)
-        self._admit(promised)
-        self._promised += promised
+        count, generation = (body.n or 1) * len(prompts), None
+        await self._admit(count)
         try:
             choices = await self._choices(body, prompts, default_tokens, parsing or Parsing())
             self.check_open()
@@ -280,16 +181,16 @@ class Service:
                 priority=body.priority or 0,
                 stream_interval=body.stream_interval or self.config.stream_interval,
             )
-        finally:
-            self._promised -= promised
-        self._active.add(generation)
-        self._idle.clear()
-        try:
+            self._active.add(generation)
+            self._idle.clear()
             await self._submit(generation)
+            return generation
         except BaseException:
-            self.release(generation)
+            if generation:
+                self.release(generation)
             raise
-        return generation
+        finally:
+            self.engine.unreserve(count - (generation.num_submitted if generation else 0))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens, special ones included."""
@@ -341,25 +242,20 @@ class Service:
 
     async def _submit(self, generation: Generation) -> None:
         """Raises ApiError 503 if the engine stops serving meanwhile."""
-        turn, left = Turn(), len(generation.choices)
-        self._promised += left
-        try:
-            for choice in generation.choices:
-                generation.submit(choice)
-                self._promised -= 1
-                left -= 1
-                if await turn.share():
-                    self.check_open()
-        finally:
-            self._promised -= left
+        turn = Turn()
+        for choice in generation.choices:
+            generation.submit(choice)
+            if await turn.share():
+                self.check_open()
 
-    def _admit(self, count: int) -> None:
+    async def _admit(self, count: int) -> None:
+        """Reserve room for so many sequences. Raises ApiError if there is none, now or ever."""
         if count > self._room:
             raise invalid(
                 f"n times the number of prompts is {count}, but at most {self._room} are served at once"
             )
-        present = self.engine.num_requests + self._promised
-        if present + count > self._room:
+        present = await self.engine.reserve(count, self._room)
+        if present is not None:
             raise unavailable(f"{present} sequences are running or queued; try again later", "queue_full")
 
     def _truncate(self, prompt_ids: list[int], body: GenerationBody, default_tokens: int | None) -> list[int]:

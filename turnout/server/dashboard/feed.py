@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from turnout.server.api.connection import encode_event
-from turnout.server.api.service import Service
+from turnout.server.api.control import Control
 from turnout.server.dashboard.snapshot import Sampler
 
 SECONDS = 1.0
@@ -19,8 +19,8 @@ RETRY = b"retry: 1000\n\n"  # milliseconds until a browser tries again
 class Feed:
     """Server-sent events: `about` first, and when the ranks have restarted; then `tick`."""
 
-    def __init__(self, service: Service):
-        self._service = service
+    def __init__(self, control: Control):
+        self._control = control
         self._viewers: set[asyncio.Queue[bytes | None]] = set()
         self._ticking: asyncio.Task[None] | None = None
         self._closed = False
@@ -46,11 +46,11 @@ class Feed:
 
     async def _tick(self) -> None:
         """Runs while there are viewers."""
-        sampler, ready = Sampler(self._service), None
+        sampler, ready = Sampler(self._control), None
         try:
             while self._viewers and not self._closed:
-                if not self._about or ready is not self._service.engine.ready:
-                    ready = self._service.engine.ready
+                if not self._about or ready is not self._control.engine.ready:
+                    ready = self._control.engine.ready
                     self._about = encode_event(sampler.about(), "about")
                     self._publish(self._about)
                 self._publish(encode_event(sampler.sample(), "tick"))
@@ -60,10 +60,10 @@ class Feed:
             self._publish(None)  # whoever is left after a bug connects again
 
     async def _pause(self) -> None:
-        state = self._service.state
+        state = self._control.state
         for _ in range(LOOKS):
             await asyncio.sleep(SECONDS / LOOKS)
-            if self._service.state != state:
+            if self._control.state != state:
                 return
 
     def _publish(self, part: bytes | None) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from turnout.engine.messages import EngineStats
-from turnout.server.api.service import Service
+from turnout.server.api.control import Control
 from turnout.server.engine_view import Viewer, waiting_by_reason
 from turnout.server.expert_window import Counts
 from turnout.server.metric_list import METRICS
@@ -27,9 +27,9 @@ Buckets = list[tuple[float, float]]  # (upper bound, observations up to it)
 class Sampler:
     """Compares each second with the ones before it, as long as somebody looks."""
 
-    def __init__(self, service: Service):
-        self._service = service
-        self._viewer = Viewer(service.engine)
+    def __init__(self, control: Control):
+        self._control = control
+        self._viewer = Viewer(control.engine)
         self._histograms: dict[str, deque[tuple[float, Buckets]]] = {name: deque() for name in LATENCIES}
         self._values: dict[str, float] = {}
         self._ranks: dict[int, EngineStats] = {}
@@ -38,14 +38,14 @@ class Sampler:
 
     def about(self) -> dict[str, Any]:
         """What stays the same until the ranks restart."""
-        service, config = self._service, self._service.config
-        info = service.engine.ready.info if service.engine.ready else {}
+        service, ready = self._control.service, self._control.engine.ready
+        info = ready.info if ready else {}
         description = info.get("description", {})
         return {
             "model": service.model_name,
             "layers": list(description.get("moe_layers", [])),
             "experts": description.get("moe", {}).get("num_experts", 0),
-            "slices": config.ep_size,
+            "slices": service.config.ep_size,
             "plan": [*info.get("summary", []), *info.get("plan", {}).get("reasons", [])],
             "startup": info.get("startup_seconds", {}),
         }
@@ -54,7 +54,7 @@ class Sampler:
         """Now, and what changed since the last call."""
         now = time.monotonic()
         passed = now - self._time if self._time else 0.0
-        engine, view = self._service.engine, self._viewer.view()
+        engine, view = self._control.engine, self._viewer.view()
         values = {
             metric.name: value
             for metric in METRICS
@@ -67,7 +67,7 @@ class Sampler:
         self._time, self._values, self._ranks = now, values, dict(engine.stats)
         return {
             "time": time.time(),
-            "state": self._service.state,
+            "state": self._control.state,
             "failure": str(engine.last_failure) if engine.last_failure else None,
             "values": values,
             "rates": rates,
@@ -80,7 +80,7 @@ class Sampler:
     def _rank(self, described: dict[str, Any], passed: float) -> dict[str, Any]:
         """A rank's place and state, and how it spent the last second."""
         rank = described["rank"]
-        now, before = self._service.engine.stats.get(rank), self._ranks.get(rank)
+        now, before = self._control.engine.stats.get(rank), self._ranks.get(rank)
         kept = ("rank", "state", "phase", "num_running", "num_waiting", "pages_used", "pages_total", "steps")
         told = {name: described.get(name, 0) for name in kept}
         if now is None or before is None or now.steps < before.steps or not passed:
@@ -104,7 +104,7 @@ class Sampler:
 
     def _quantiles(self, name: str, now: float) -> dict[str, float | None]:
         """Of what was observed within the last minute, as far back as somebody looked."""
-        seen, buckets = self._histograms[name], self._service.metrics.buckets(name)
+        seen, buckets = self._histograms[name], self._control.service.metrics.buckets(name)
         while len(seen) > 1 and seen[1][0] <= now - LATENCY_SECONDS:
             seen.popleft()
         before = seen[0][1] if seen else buckets

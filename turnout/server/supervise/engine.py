@@ -49,6 +49,7 @@ class EngineSupervisor:
         self.restarts = 0
         self.started = asyncio.Event()  # set when first ready
         self.ledger = Ledger(config.max_request_restarts, config.random_seed)
+        self._reserved = 0  # places of sequences that are yet to be submitted
         self._group: EngineGroup | None = None
         self._local: LocalRanks | None = None
         self._fork_server = fork_server or ForkServer()
@@ -141,8 +142,25 @@ class EngineSupervisor:
         placed.cancel()  # harmless if it is done
         return None if self._told_to_stop.is_set() else placed.result()
 
+    async def reserve(self, count: int, room: int) -> int | None:
+        """See interface.Engine."""
+        return self.reserve_now(count, room)
+
+    def reserve_now(self, count: int, room: int) -> int | None:
+        """See interface.Engine.reserve."""
+        present = self.num_requests + self._reserved
+        if present + count > room:
+            return present
+        self._reserved += count
+        return None
+
+    def unreserve(self, count: int) -> None:
+        """See interface.Engine."""
+        self._reserved -= count
+
     def submit(self, request: AddRequest, sink: Sink) -> None:
-        """Generate; `sink` is called for every output, or once with the failure that ends the request."""
+        """See interface.Engine."""
+        self._reserved = max(0, self._reserved - 1)
         self.ledger.add(request, sink)
         self._submit_due()
 

@@ -1,0 +1,233 @@
+"""Servers whose HTTP several processes serve: the same answers, and nothing is lost but what one holds."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.server.conftest import is_idle
+from tests.server.processes import Background, eventually, has_ended, is_ready, ranks_of, started
+from turnout.server.launch import ServerProcess
+
+PROCESSES = 3
+
+
+def workers_of(server: ServerProcess) -> list[psutil.Process]:
+    children = psutil.Process(server.process.pid).children()
+    return [child for child in children if any("http_workers" in part for part in child.cmdline())]
+
+
+def clients_of(worker: psutil.Process) -> int:
+    return sum(one.status == psutil.CONN_ESTABLISHED for one in worker.net_connections("tcp"))
+
+
+@pytest.fixture(scope="module")
+def own(tiny_folder: Path) -> Iterator[tuple[ServerProcess, str]]:
+    with started(tiny_folder, api_server_count=PROCESSES, watchdog_timeout=60.0) as served:
+        yield served
+
+
+@pytest.fixture
+def several(own: tuple[ServerProcess, str]) -> tuple[ServerProcess, str]:
+    with httpx.Client(base_url=own[1], timeout=60) as http:
+        assert eventually(lambda: is_idle(http))
+    return own
+
+
+def answer(root: str, prompt: str, **fields: Any) -> dict[str, Any]:
+    body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "logprobs": 1} | fields
+    reply = httpx.post(f"{root}/v1/completions", json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    (choice,) = reply.json()["choices"]
+    return choice | {"usage": reply.json()["usage"]["completion_tokens"]}
+
+
+def metric(root: str, name: str) -> float:
+    text = httpx.get(f"{root}/metrics", timeout=60).text
+    return sum(float(value) for value in re.findall(rf"^turnout:{name}\{{.*?\}} (\S+)$", text, flags=re.M))
+
+
+def test_answers_are_those_of_one_process(several: tuple[ServerProcess, str], root: str):
+    _, here = several
+    prompts = [f"{number} and {number * 7}" for number in range(24)]
+    with ThreadPoolExecutor(24) as pool:
+        found = list(pool.map(lambda prompt: answer(here, prompt), prompts))
+        wanted = list(pool.map(lambda prompt: answer(root, prompt), prompts))
+    for one, other in zip(found, wanted, strict=True):
+        assert (one["text"], one["finish_reason"]) == (other["text"], other["finish_reason"])
+        assert one["logprobs"]["tokens"] == other["logprobs"]["tokens"]
+        assert one["logprobs"]["token_logprobs"] == pytest.approx(other["logprobs"]["token_logprobs"])
+
+
+def test_connections_are_divided_evenly(several: tuple[ServerProcess, str]):
+    server, root = several
+    with ExitStack() as stack:
+        for _ in range(4 * PROCESSES):
+            stack.enter_context(httpx.Client(base_url=root, timeout=60)).get("/health")
+        assert [clients_of(worker) for worker in workers_of(server)] == [4] * PROCESSES
+    assert eventually(lambda: not any(clients_of(worker) for worker in workers_of(server)))
+
+
+def test_the_head_counts_what_all_processes_observe(several: tuple[ServerProcess, str]):
+    _, root = several
+    names = ("request_success_total", "time_to_first_token_seconds_count", "generation_tokens_total")
+    before = {name: metric(root, name) for name in names}
+    streams = [Background(root, tokens=10, n=2) for _ in range(5)]
+    assert [stream.num_tokens() for stream in streams] == [20] * 5
+    for name, gained in zip(names, (10, 10, 100), strict=True):
+        assert eventually(lambda name=name, gained=gained: metric(root, name) == before[name] + gained)
+    gaps = "inter_token_latency_seconds_count"
+    assert eventually(lambda: metric(root, gaps) >= 90)
+
+
+def test_what_concerns_the_server_is_answered_by_the_head(several: tuple[ServerProcess, str]):
+    server, root = several
+    with httpx.Client(base_url=root, timeout=60) as http:
+        assert http.get("/server_info").json()["pid"] == server.process.pid
+        assert http.get("/v1/models").json()["data"][0]["id"] == "tiny"
+        assert http.head("/v1/models").status_code == 200
+        assert http.post("/reset_prefix_cache").json() == {"status": "ok"}
+        assert http.get("/dashboard").headers["content-security-policy"].startswith("default-src 'none'")
+        unknown = http.post("/v1/chat/completion", json={}, headers={"X-Request-Id": "mine"})
+        assert unknown.status_code == 404
+        assert "did you mean /v1/chat/completions?" in unknown.json()["error"]["message"]
+        assert unknown.headers.get_list("x-request-id") == ["mine"]
+        assert len(unknown.headers.get_list("date")) == 1
+        wrong = http.get("/v1/completions")
+        assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+        with http.stream("GET", "/dashboard/events") as events:
+            kinds = [line for line in _first(events.iter_lines(), 12) if line.startswith("event: ")]
+        assert kinds[:2] == ["event: about", "event: tick"]
+        assert http.get("/load").json()["server_load"] == 0
+
+
+def _first(lines: Iterator[str], count: int) -> list[str]:
+    return [line for line, _ in zip(lines, range(count), strict=False)]
+
+
+def test_a_client_that_leaves_frees_what_it_had(several: tuple[ServerProcess, str]):
+    server, root = several
+    (engine,) = ranks_of(server)
+    body = {"prompt": "go on", "max_tokens": 480, "ignore_eos": True, "stream": True, "n": 12}
+    with httpx.stream("POST", f"{root}/v1/completions", json=body, timeout=60) as reply:
+        lines = reply.iter_lines()  # which closes the connection when it is forgotten
+        next(lines)
+        engine.suspend()
+        assert eventually(lambda: httpx.get(f"{root}/load", timeout=60).json()["server_load"] == 1)
+    del lines
+    assert eventually(lambda: httpx.get(f"{root}/load", timeout=60).json()["server_load"] == 0)
+    engine.resume()
+    with httpx.Client(base_url=root, timeout=60) as http:
+        assert eventually(lambda: is_idle(http))
+
+
+def test_a_process_that_dies_takes_its_own_streams_only(several: tuple[ServerProcess, str]):
+    server, root = several
+    (engine,) = ranks_of(server)
+    workers = workers_of(server)
+    streams = [Background(root, tokens=480, n=5) for _ in workers]  # one for each
+    engine.suspend()  # so that all of them go on
+    workers[0].kill()
+    assert eventually(lambda: len(set(workers_of(server)) - {workers[0]}) == PROCESSES)
+    engine.resume()
+    whole = [stream for stream in streams if stream.result()[-1] == "[DONE]"]
+    assert [stream.num_tokens() for stream in whole] == [2400] * (PROCESSES - 1)
+    with httpx.Client(base_url=root, timeout=60) as http:
+        assert eventually(lambda: is_idle(http))  # what nobody waits for was aborted
+    with ThreadPoolExecutor(12) as pool:
+        found = pool.map(lambda number: answer(root, f"{number}", ignore_eos=True), range(12))
+        assert [one["usage"] for one in found] == [12] * 12
+
+
+def test_ranks_that_restart_lose_no_stream(tiny_folder: Path):
+    with started(tiny_folder, api_server_count=2) as (server, root):
+        streams = [Background(root, tokens=150, n=2) for _ in range(4)]
+        (engine,) = ranks_of(server)
+        engine.kill()
+        assert [stream.num_tokens() for stream in streams] == [300] * 4
+        assert httpx.get(f"{root}/server_info", timeout=60).json()["restarts"] == 1
+
+
+def test_requests_that_ranks_take_with_them_end_with_the_reason(tiny_folder: Path):
+    with started(tiny_folder, api_server_count=2, max_request_restarts=0) as (server, root):
+        (engine,) = ranks_of(server)
+        streams = [Background(root, tokens=480, n=4) for _ in range(4)]
+        engine.kill()
+        assert {stream.error()["code"] for stream in streams} == {"engine_failed"}
+        assert eventually(lambda: is_ready(root))
+        assert answer(root, "again", ignore_eos=True)["usage"] == 12
+
+
+def test_more_than_may_wait_is_refused(tiny_folder: Path):
+    """Also where requests come to several processes at once."""
+    fields = {"max_running_requests": 2, "max_queued_requests": 2}
+    with started(tiny_folder, api_server_count=2, watchdog_timeout=60.0, **fields) as (server, root):
+        (engine,) = ranks_of(server)
+        body = {"prompt": "busy", "max_tokens": 12, "ignore_eos": True}
+
+        def ask() -> httpx.Response:
+            return httpx.post(f"{root}/v1/completions", json=body, timeout=60)
+
+        engine.suspend()
+        with ThreadPoolExecutor(12) as pool:
+            asked = [pool.submit(ask) for _ in range(12)]
+            assert eventually(lambda: sum(one.done() for one in asked) == 8)
+            refused = [one.result() for one in asked if one.done()]
+            assert {reply.status_code for reply in refused} == {503}
+            assert {reply.json()["error"]["code"] for reply in refused} == {"queue_full"}
+            engine.resume()
+            assert sorted(one.result().status_code for one in asked) == [200] * 4 + [503] * 8
+            assert [ask().status_code for _ in range(4)] == [200] * 4  # nothing remains reserved
+
+
+def test_drain_finishes_what_it_can_and_cuts_off_the_rest(tiny_folder: Path):
+    fields = {"shutdown_timeout": 6.0, "watchdog_timeout": 60.0}
+    with (
+        started(tiny_folder, api_server_count=2, **fields) as (server, root),
+        httpx.Client(base_url=root, timeout=60) as http,
+    ):
+        (engine,), workers = ranks_of(server), workers_of(server)
+        endless = [Background(root, tokens=500, n=30) for _ in range(2)]
+        short = [Background(root, tokens=8) for _ in range(2)]
+        engine.suspend()
+        server.process.terminate()
+        assert eventually(lambda: http.get("/ready").status_code == 503)
+        refused = http.post("/v1/completions", json={"prompt": "late"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+        engine.resume()
+        assert [stream.num_tokens() for stream in short] == [8, 8]
+        engine.suspend()
+        assert [stream.error()["code"] for stream in endless] == ["shutting_down"] * 2
+        engine.resume()
+        assert server.process.wait(60) == 0
+        assert all(has_ended(worker) for worker in workers)
+
+
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM])
+def test_no_process_outlives_the_head(tiny_folder: Path, ending: signal.Signals):
+    with started(tiny_folder, api_server_count=2) as (server, _):
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        sockets = psutil.Process(server.process.pid).net_connections("unix")
+        folder = next(Path(one.laddr).parent for one in sockets if "turnout_http_" in one.laddr)
+        server.process.send_signal(ending)
+        assert eventually(lambda: all(has_ended(child) for child in children))
+        assert eventually(lambda: not folder.exists())
+
+
+def test_a_key_is_asked_for_by_every_process(tiny_folder: Path):
+    with started(tiny_folder, api_server_count=2, api_key="secret") as (_, root):
+        for _ in range(4):  # two for each
+            for method, path in (("POST", "/v1/completions"), ("GET", "/server_info"), ("POST", "/restart")):
+                assert httpx.request(method, f"{root}{path}", timeout=60).status_code == 401
+        headers = {"Authorization": "Bearer secret"}
+        assert httpx.get(f"{root}/server_info", headers=headers, timeout=60).status_code == 200
+        assert httpx.get(f"{root}/ready", timeout=60).status_code == 200

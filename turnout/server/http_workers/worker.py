@@ -1,0 +1,219 @@
+"""A process that serves HTTP for the head: `python -m turnout.server.http_workers.worker MESSAGES SOCKETS`.
+
+Two inherited sockets bring messages and connections; their end means that the head is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import pickle
+import resource
+import shutil
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from turnout.config import ServerConfig
+from turnout.engine.messages import Ready
+from turnout.engine.ranks.local_launcher import leave_signals_to_launcher
+from turnout.errors import UserError
+from turnout.malloc import map_large_blocks
+from turnout.server.api.app import create_app_for_requests
+from turnout.server.api.service import Service
+from turnout.server.http_server import http_server
+from turnout.server.http_workers.messages import (
+    USER_ERROR,
+    Channel,
+    CutOff,
+    Delivered,
+    Ended,
+    EngineState,
+    Opened,
+    Report,
+    Reserved,
+    Start,
+    Stop,
+    ToWorker,
+    worker_decoder,
+)
+from turnout.server.http_workers.relay import Relay
+from turnout.server.http_workers.remote_engine import RemoteEngine
+from turnout.server.tracing import observe_requests
+
+REPORT_SECONDS = 0.2  # between reports of what streams go through
+TAKEN_AT_ONCE = 64  # connections in one turn of the event loop
+OTHER_FILES = 40  # that this process may need besides connections
+FULL_SECONDS = 0.1  # between looks whether there are files for connections again
+
+
+class Worker:
+    """Serves connections that come through `connections` until told to stop, or the head is gone."""
+
+    def __init__(self, config: ServerConfig, head: str, channel: Channel, connections: socket.socket):
+        self._channel, self._connections = channel, connections
+        self._engine = RemoteEngine(channel.send)
+        self._service = Service(config, self._engine)
+        self._tracer = observe_requests(self._service)
+        self._relay = Relay(head)
+        self._http = http_server(create_app_for_requests(self._service, self._relay), config.log_level)
+        self._ready = asyncio.Event()
+        self._told_to_stop = asyncio.Event()
+        self._adopted: set[asyncio.Task[None]] = set()
+        self._reported: tuple[int, bool] | None = None
+        self._service.on_end = channel.send
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most = soft - OTHER_FILES
+
+    async def run(self) -> None:
+        """Raises UserError (of the tokenizer)."""
+        serving = asyncio.create_task(self._http.serve(sockets=[]))
+        reporting = asyncio.create_task(self._keep_reporting())
+        opening = asyncio.create_task(self._open())
+        self._listen()
+        stop = asyncio.create_task(self._told_to_stop.wait())
+        awaited: set[asyncio.Task[Any]] = {serving, opening, stop}
+        while stop in awaited:
+            done, awaited = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        opening.cancel()
+        self._connections.close()
+        self._http.should_exit = True
+        await asyncio.wait({serving})
+        reporting.cancel()
+        await self._service.intake.close()
+        await self._relay.close()
+        if self._tracer:
+            await asyncio.to_thread(self._tracer.close)
+        self._channel.close()
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it was told to."""
+        return self._told_to_stop.is_set()
+
+    def receive(self, message: ToWorker) -> None:
+        """What the head says."""
+        service = self._service
+        if isinstance(message, Delivered):
+            self._engine.deliver(message)
+        elif isinstance(message, Reserved):
+            self._engine.reserved(message)
+        elif isinstance(message, EngineState):
+            self._engine.update(message)
+            service.draining = message.draining
+            self._channel.send()
+        elif isinstance(message, Ended):
+            self._engine.end(message)
+        elif isinstance(message, Ready):
+            self._engine.ready = message
+            self._ready.set()
+        elif isinstance(message, CutOff):
+            service.cut_off()
+        elif isinstance(message, Stop):
+            asyncio.get_running_loop().remove_reader(self._connections)
+            self._told_to_stop.set()
+
+    def report(self) -> list[Any]:
+        """What to tell the head with the next messages, if anything has changed."""
+        service = self._service
+        observed = service.metrics.take()
+        state = service.num_active, service.draining
+        if observed is None and state == self._reported:
+            return []
+        self._reported = state
+        return [Report(active=state[0], draining=state[1], observed=observed)]
+
+    async def _open(self) -> None:
+        tokenizer = await self._service.load_tokenizer()
+        await self._ready.wait()
+        self._service.open(tokenizer)
+        gc.collect()
+        gc.freeze()  # as the head does
+        self._channel.send(Opened())
+
+    async def _keep_reporting(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_SECONDS)
+            self._channel.send()
+
+    def _listen(self) -> None:
+        if not self.leaving:
+            asyncio.get_running_loop().add_reader(self._connections, self._take_connections)
+
+    def _take_connections(self) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(TAKEN_AT_ONCE):
+            if self._http.num_connections + len(self._adopted) >= self._most:
+                loop.remove_reader(self._connections)  # the head gives them to others, or keeps them waiting
+                loop.call_later(FULL_SECONDS, self._listen)
+                return
+            try:
+                _, descriptors, _, _ = socket.recv_fds(self._connections, 1, 1)
+            except BlockingIOError:
+                return
+            if not descriptors:  # the head is gone, as the channel says, too
+                loop.remove_reader(self._connections)
+                return
+            connection = socket.socket(fileno=descriptors[0])
+            connection.setblocking(False)
+            task = loop.create_task(self._http.adopt(connection))
+            self._adopted.add(task)
+            task.add_done_callback(self._adopted.discard)
+
+
+async def serve(messages: socket.socket, connections: socket.socket) -> None:
+    """Until the head says so. Raises UserError."""
+    started: asyncio.Future[Start] = asyncio.get_running_loop().create_future()
+    worker: Worker | None = None
+    early: list[ToWorker] = []
+
+    def receive(message: ToWorker) -> None:
+        if isinstance(message, Start):
+            started.set_result(message)
+        elif worker is None:
+            early.append(message)
+        else:
+            worker.receive(message)
+
+    def left_alone() -> None:
+        if worker is None or not worker.leaving:
+            if started.done():
+                shutil.rmtree(Path(started.result().head).parent, ignore_errors=True)
+            os._exit(1)
+
+    channel = Channel(
+        worker_decoder, receive, left_alone, lambda: worker.report() if worker is not None else []
+    )
+    await asyncio.get_running_loop().create_unix_connection(lambda: channel, sock=messages)
+    start = await started
+    config = pickle.loads(start.config)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # of requests to the head
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+    worker = Worker(config, start.head, channel, connections)
+    for message in early:
+        worker.receive(message)
+    await worker.run()
+
+
+def main(messages: str, connections: str) -> int:
+    """The exit code."""
+    leave_signals_to_launcher()
+    map_large_blocks()
+    sockets = [socket.socket(fileno=int(number)) for number in (messages, connections)]
+    for one in sockets:
+        one.setblocking(False)
+    try:
+        asyncio.run(serve(*sockets))
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return USER_ERROR
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
