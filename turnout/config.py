@@ -276,11 +276,11 @@ class ServerConfig(Config):
     port: int = server_flag(30000, "port to bind; 0: any free one", minimum=0, maximum=65535)
     api_key: str | None = server_flag(None, "require `Authorization: Bearer KEY`")
     api_server_count: int = server_flag(
-        1,
-        "processes that serve HTTP, next to the one that commands the ranks, if more than one; each can pass "
-        "some 25,000 tokens a second on",
+        0,
+        "processes that serve HTTP, next to the one that commands the ranks if more than one; 0: one, and with "
+        "data parallelism on GPUs one more than that",
         "--tokenizer-worker-num",
-        minimum=1,
+        minimum=0,
         maximum=64,
     )
     served_model_name: str = server_flag("", "model id shown to clients; default: the model's name")

@@ -74,10 +74,10 @@ def test_torch_knows_the_same_units():
 def test_auto_asks_torch_only_where_a_driver_shows_itself(monkeypatch):
     asked = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: asked.append(True))
-    monkeypatch.setattr(hardware, "_may_have_gpu", lambda: False)
+    monkeypatch.setattr(hardware, "may_have_gpu", lambda: False)
     assert detect("auto").device == "cpu"
     assert asked == []
-    monkeypatch.setattr(hardware, "_may_have_gpu", lambda: True)
+    monkeypatch.setattr(hardware, "may_have_gpu", lambda: True)
     assert detect("auto").device == "cpu"
     assert asked == [True]
 

@@ -16,9 +16,26 @@ import pytest
 
 from tests.server.conftest import is_idle
 from tests.server.processes import Background, eventually, has_ended, is_ready, ranks_of, started
+from turnout.config import ServerConfig
 from turnout.server.launch import ServerProcess
+from turnout.server.run import http_processes
 
 PROCESSES = 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [
+        ({"device": "cpu", "tp_size": 4, "dp_size": 4}, 1),
+        ({"device": "cuda", "tp_size": 4, "dp_size": 1}, 1),
+        ({"device": "cuda", "tp_size": 4, "dp_size": 4}, 5),
+        ({"device": "cuda", "tp_size": 64, "dp_size": 64}, 16),
+        ({"device": "cuda", "tp_size": 4, "dp_size": 4, "api_server_count": 1}, 1),
+        ({"device": "cpu", "api_server_count": 3}, 3),
+    ],
+)
+def test_how_many_processes_serve(fields: dict[str, Any], count: int):
+    assert http_processes(ServerConfig(**fields)) == count
 
 
 def workers_of(server: ServerProcess) -> list[psutil.Process]:

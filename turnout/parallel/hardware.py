@@ -123,7 +123,7 @@ def detect(device: str = "auto") -> Hardware:
             vector_flags=tuple(flag for flag in VECTOR_FLAGS if flag in flags),
             bf16_units=_bf16_units(flags),
         )
-    if device == "auto" and not _may_have_gpu():
+    if device == "auto" and not may_have_gpu():
         return detect("cpu")
     import torch
 
@@ -192,7 +192,7 @@ def _peer_access(devices: int) -> bool:
     return all(torch.cuda.can_device_access_peer(one, other) for one, other in pairs)
 
 
-def _may_have_gpu() -> bool:
+def may_have_gpu() -> bool:
     """Whether it is worth importing torch to ask: on Linux a driver shows itself by a device file."""
     devices = (
         Path(f) for f in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd", "/dev/nvhost-ctrl")

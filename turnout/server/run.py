@@ -22,6 +22,7 @@ from turnout.config import ServerConfig, lifeline
 from turnout.engine.fork_server import ForkServer
 from turnout.engine.ranks.local_launcher import STOP_SIGNALS, stop_signals
 from turnout.errors import PlanRefused, UserError
+from turnout.parallel.hardware import may_have_gpu
 from turnout.parallel.topology import Topology
 from turnout.server.api.app import create_app
 from turnout.server.api.control import Control
@@ -35,6 +36,7 @@ from turnout.server.supervise.rank_protocol import head_address
 from turnout.server.tracing import observe_requests
 
 READY = "Turnout is ready at "  # the line that launch.py waits for
+MOST_PROCESSES = 16  # that serve HTTP, unless more are asked for
 FILES_NOTED = 30  # seconds between two lines about connections that there are no files for
 LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # an address to reach a server that listens on all
 
@@ -80,6 +82,14 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def http_processes(config: ServerConfig) -> int:
+    """How many serve HTTP. One passes some 30,000 tokens a second on, which two GPUs may compute."""
+    if config.api_server_count or config.dp_size == 1:
+        return max(1, config.api_server_count)
+    on_gpus = config.device == "cuda" or (config.device == "auto" and may_have_gpu())
+    return min(config.dp_size + 1, MOST_PROCESSES) if on_gpus else 1
+
+
 class Supervisor:
     """Runs the HTTP server and the engine, and drains between them."""
 
@@ -99,11 +109,10 @@ class Supervisor:
         self.service = Service(config, self.engine)
         self.workers: HttpWorkers | None = None
         self._folder: TemporaryDirectory[str] | None = None
-        if config.api_server_count > 1:
+        if (count := http_processes(config)) > 1:
             self._folder = TemporaryDirectory(prefix="turnout_http_")
-            self.workers = HttpWorkers(
-                config, listener, self.engine, self.service.metrics, str(self._own_address)
-            )
+            address = str(self._own_address)
+            self.workers = HttpWorkers(config, count, listener, self.engine, self.service.metrics, address)
         self.control = Control(self.service, self.engine, self._count_elsewhere)
         self.feed = Feed(self.control)
         self._tracer = observe_requests(self.service)

@@ -69,15 +69,16 @@ class HttpWorker:
 
 
 class HttpWorkers:
-    """As many as --api-server-count says.
+    """All workers.
 
-    listener: whose connections they get. metrics: where to count what they observe. head: the Unix socket on
-    which this process serves HTTP to them.
+    count: how many. listener: whose connections they get. metrics: where to count what they observe. head:
+    the Unix socket on which this process serves HTTP to them.
     """
 
     def __init__(
         self,
         config: ServerConfig,
+        count: int,
         listener: socket.socket,
         engine: EngineSupervisor,
         metrics: Metrics,
@@ -85,7 +86,7 @@ class HttpWorkers:
     ):
         self._config, self._listener, self._engine, self._metrics = config, listener, engine, metrics
         self._start = Start(config=pickle.dumps(config), head=head)
-        self._count = config.api_server_count
+        self._count = count
         self._workers: dict[int, HttpWorker] = {}
         self._next = 0  # number of the worker that gets the next connection
         self._offered: socket.socket | None = None  # a connection that no worker could take yet
