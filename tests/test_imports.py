@@ -158,6 +158,8 @@ ORDER = {
         "request_log",
         "tracing",
         "api",
+        "http_server",
+        "http_workers",
         "dashboard",
         "run",
         "launch",

@@ -277,8 +277,8 @@ class ServerConfig(Config):
     api_key: str | None = server_flag(None, "require `Authorization: Bearer KEY`")
     api_server_count: int = server_flag(
         0,
-        "processes that serve HTTP, next to the one that commands the ranks if more than one; 0: one, and with "
-        "data parallelism on GPUs one more than that",
+        "processes that serve HTTP, next to the one that commands the ranks if more than one; 0: one, and "
+        "with data parallelism on GPUs one more than that",
         "--tokenizer-worker-num",
         minimum=0,
         maximum=64,

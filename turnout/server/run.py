@@ -33,7 +33,6 @@ from turnout.server.http_server import WAITING_CONNECTIONS, http_server
 from turnout.server.http_workers.pool import HttpWorkers
 from turnout.server.supervise.engine import EngineSupervisor
 from turnout.server.supervise.rank_protocol import head_address
-from turnout.server.tracing import observe_requests
 
 READY = "Turnout is ready at "  # the line that launch.py waits for
 MOST_PROCESSES = 16  # that serve HTTP, unless more are asked for
@@ -115,7 +114,7 @@ class Supervisor:
             self.workers = HttpWorkers(config, count, listener, self.engine, self.service.metrics, address)
         self.control = Control(self.service, self.engine, self._count_elsewhere)
         self.feed = Feed(self.control)
-        self._tracer = observe_requests(self.service)
+        self._tracer = self.service.observe_requests()
         self._told_to_stop = asyncio.Event()
         self._failure = failure or Future()
         self._files_noted = -math.inf

@@ -12,14 +12,11 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from turnout import __version__
-from turnout.engine.ranks.local_launcher import signals_held
 from turnout.errors import UserError
-from turnout.server.request_log import RequestRecord, log_requests
+from turnout.server.request_log import RequestRecord
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
-
-    from turnout.server.api.service import Service
 
 SECONDS_TO_SEND = 2.0  # a batch of spans, retries included; also what leaving waits for
 PATH = "/v1/traces"
@@ -147,17 +144,3 @@ def _provider(endpoint: str, model: str) -> TracerProvider:
 
 def _nanoseconds(seconds: float) -> int:
     return int(seconds * 1e9)
-
-
-def observe_requests(service: Service) -> Tracer | None:
-    """Log and trace the requests of `service` as configured. Raises UserError."""
-    config = service.config
-    if config.log_requests != "off":
-        texts = config.log_requests == "full"
-        service.observers.append(log_requests(service.decode if texts else None))
-    if not config.otlp_traces_endpoint:
-        return None
-    with signals_held():
-        tracer = Tracer(config.otlp_traces_endpoint, service.model_name)
-    service.observers.append(tracer.observe)
-    return tracer

@@ -13,6 +13,7 @@ from typing import Any
 from turnout.checkpoint.config import read_config
 from turnout.checkpoint.locate import locate
 from turnout.config import ServerConfig
+from turnout.engine.ranks.local_launcher import signals_held
 from turnout.engine.sampling.detokenizer import TextStream
 from turnout.engine.sampling_params import SamplingParams
 from turnout.engine.tokenizer import Tokenizer
@@ -27,8 +28,16 @@ from turnout.server.api.sizes import Limits
 from turnout.server.api.structured import compiled
 from turnout.server.api.turns import Turn
 from turnout.server.metrics import Metrics
-from turnout.server.request_log import INCOMING, Incoming, Observer, RequestRecord, SequenceRecord
+from turnout.server.request_log import (
+    INCOMING,
+    Incoming,
+    Observer,
+    RequestRecord,
+    SequenceRecord,
+    log_requests,
+)
 from turnout.server.supervise.interface import Engine
+from turnout.server.tracing import Tracer
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
@@ -79,6 +88,19 @@ class Service:
         self.intake.open(tokenizer, self.limits, self.config)
         self._room = ready.info["config"]["max_running_requests"] + self.config.max_queued_requests
         self.tokenizer = tokenizer
+
+    def observe_requests(self) -> Tracer | None:
+        """Log and trace requests as configured. Raises UserError."""
+        config = self.config
+        if config.log_requests != "off":
+            texts = config.log_requests == "full"
+            self.observers.append(log_requests(self.decode if texts else None))
+        if not config.otlp_traces_endpoint:
+            return None
+        with signals_held():
+            tracer = Tracer(config.otlp_traces_endpoint, self.model_name)
+        self.observers.append(tracer.observe)
+        return tracer
 
     @property
     def num_active(self) -> int:

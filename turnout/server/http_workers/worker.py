@@ -42,7 +42,6 @@ from turnout.server.http_workers.messages import (
 )
 from turnout.server.http_workers.relay import Relay
 from turnout.server.http_workers.remote_engine import RemoteEngine
-from turnout.server.tracing import observe_requests
 
 REPORT_SECONDS = 0.2  # between reports of what streams go through
 TAKEN_AT_ONCE = 64  # connections in one turn of the event loop
@@ -57,7 +56,7 @@ class Worker:
         self._channel, self._connections = channel, connections
         self._engine = RemoteEngine(channel.send)
         self._service = Service(config, self._engine)
-        self._tracer = observe_requests(self._service)
+        self._tracer = self._service.observe_requests()
         self._relay = Relay(head)
         self._http = http_server(create_app_for_requests(self._service, self._relay), config.log_level)
         self._ready = asyncio.Event()
