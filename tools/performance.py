@@ -39,7 +39,6 @@ def tables(folder: Path, tuning: Path) -> dict[str, str]:
         ("a2a-libraries-h200", "a2a-libraries", "nvidia-h200", exchange),
         ("a2a-nvlink-x2-h200", "a2a-nvlink", "nvidia-h200-x2", next_to_gathering),
         ("a2a-nvlink-x4-h200", "a2a-nvlink", "nvidia-h200-x4", next_to_gathering, gathered),
-        ("a2a-nvlink-x4-alone-h200", "a2a-nvlink", "nvidia-h200-x4", exchange, alone),
         ("row-gemm-h200", "row-gemm", "nvidia-h200", row_products),
         ("attention-h200", "attention", "nvidia-h200", attention),
         ("attention-decode-blocks-h200", "attention-decode-blocks", "nvidia-h200", decode_blocks),
@@ -281,11 +280,6 @@ def next_to_gathering(content: dict[str, Any]) -> str:
         "ratio",
     ]
     return f"{head}\n\n" + table([*columns, "MB sent", "GB/s"], lines)
-
-
-def alone(content: dict[str, Any]) -> bool:
-    """Whether an exchange was measured without gathering."""
-    return not gathered(content)
 
 
 def exchange(content: dict[str, Any]) -> str:

@@ -3,12 +3,15 @@ and steps in a server's profiles.
 
     python -m tools.timeline RESULT.json ... --output timeline.svg --trace timeline.json
     python -m tools.timeline before.json after.json --steps 10 --output steps.svg
+    python -m tools.timeline profile.json --all-ranks 700 --output ranks.svg
 
 A profile, the Chrome trace that `/stop_profile` answers with, becomes two panels: the first --steps steps in
 a row that did nothing but decode, and the first with prompts, as rank --rank saw them. Lanes are the steps on
 the host and the GPU's streams with the kernels that these steps launched; on a CPU the operators of its
 threads. The title says in which part of the time at least one of them ran. tools.step_timeline records such
-profiles.
+profiles. With --all-ranks it becomes one panel instead: the first so many us of one decode step, with a lane
+for each rank. Its title says how much longer an exchange took on the rank that waited most than on the one
+that came last, on average, of all exchanges of the step: who is late has nobody to wait for.
 
 A row of a result that holds a `timeline`, kernels of one replay as torch's profiler saw them on rank 0,
 becomes a panel: a lane for each stream, a box for each kernel, colours by what it belongs to. A stream on
@@ -164,6 +167,36 @@ def panels_of_profile(
     return {f"{name}: {about}, busy {busy(_spans(shown)):.1%}": shown for about, shown in drawn.items()}
 
 
+def panel_of_ranks(content: Mapping[str, Any], name: str, us: float) -> dict[str, list[Kernel]]:
+    """Of a Chrome trace: the kernels of one decode step in the middle, on all ranks, as far as they begin
+    within its first `us`. Raises ValueError if a rank has no step that decodes."""
+    events = [e for e in content["traceEvents"] if e.get("ph") == "X"]
+    ranks = sorted({e["pid"] // PIDS for e in events if e["name"] == STEP})
+    of_rank = {rank: [e for e in events if e["pid"] // PIDS == rank] for rank in ranks}
+    chosen: dict[int, Mapping[str, Any]] = {}
+    for rank in ranks:
+        steps = [e for e in of_rank[rank] if e["name"] == STEP and e["args"].get("phase") == Phase.DECODE]
+        if not steps:
+            raise ValueError(f"{name}: no step of rank {rank} decodes")
+        if not chosen:
+            begin = sorted(e["ts"] for e in steps)[len(steps) // 2]
+        chosen[rank] = min(steps, key=lambda e: abs(e["ts"] - begin))
+    work = {rank: _launched(of_rank[rank], [step]) for rank, step in chosen.items()}
+    first = min(e["ts"] for some in work.values() for e in some)
+    waits = []
+    for role in ("dispatch", "combine"):
+        took = [[e["dur"] for e in some if _role(e["name"]) == role] for some in work.values()]
+        waits += [max(same) - min(same) for same in zip(*took, strict=True)]
+    waited = f", waits of {sum(waits) / len(waits):.1f} us in an exchange" if waits else ""
+    shown = [
+        Kernel(e["name"][:60], f"rank {rank}", e["ts"] - first, e["ts"] + e["dur"] - first, _role(e["name"]))
+        for rank, some in work.items()
+        for e in sorted(some, key=lambda e: e["ts"])
+        if e["ts"] - first <= us
+    ]
+    return {f"{name}: a step of decoding on {len(ranks)} ranks{waited}": shown}
+
+
 def busy(spans: Iterable[tuple[float, float]]) -> float:
     """The part of the time from the first start to the last end that lies in at least one span."""
     spans = sorted(spans)
@@ -180,6 +213,18 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
     return found
 
 
+def _launched(
+    events: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """What `steps` launched on a GPU."""
+    launches = {
+        e["args"].get("correlation")
+        for e in events
+        if e.get("cat") in LAUNCHES and any(s["ts"] <= e["ts"] <= s["ts"] + s["dur"] for s in steps)
+    }
+    return [e for e in events if e.get("cat") in ON_GPU and e["args"].get("correlation") in launches]
+
+
 def _of_steps(events: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> list[Kernel]:
     """The kernels that `steps` launched, or else their operators, and the steps themselves."""
     inside = [(step["ts"], step["ts"] + step["dur"]) for step in steps]
@@ -187,8 +232,7 @@ def _of_steps(events: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, 
     def within(event: Mapping[str, Any]) -> bool:
         return any(begin <= event["ts"] <= end for begin, end in inside)
 
-    launches = {e["args"].get("correlation") for e in events if e.get("cat") in LAUNCHES and within(e)}
-    work = [e for e in events if e.get("cat") in ON_GPU and e["args"].get("correlation") in launches]
+    work = _launched(events, steps)
     lanes = {id(e): e["args"].get("stream", e["tid"]) for e in work}
     if not work:
         work = _outermost([e for e in events if e.get("cat") == "cpu_op" and within(e)])
@@ -274,6 +318,7 @@ def main() -> None:
     parser.add_argument("results", type=Path, nargs="+", help="JSON: results or profiles")
     parser.add_argument("--steps", type=int, default=10, help="of decoding, in a panel")
     parser.add_argument("--rank", type=int, default=0, help="whose steps of a profile")
+    parser.add_argument("--all-ranks", type=float, metavar="US", help="so much of one step, of all ranks")
     parser.add_argument("--output", type=Path, help="SVG")
     parser.add_argument("--trace", type=Path, help="JSON")
     options = parser.parse_args()
@@ -281,7 +326,9 @@ def main() -> None:
     try:
         for file in options.results:
             content = json.loads(file.read_text())
-            if "traceEvents" in content:
+            if "traceEvents" in content and options.all_ranks:
+                panels |= panel_of_ranks(content, file.stem, options.all_ranks)
+            elif "traceEvents" in content:
                 panels |= panels_of_profile(content, file.stem, options.steps, options.rank)
             else:
                 panels |= panels_of(content)

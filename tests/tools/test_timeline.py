@@ -10,7 +10,17 @@ from xml.etree import ElementTree
 import pytest
 
 from tools import step_timeline
-from tools.timeline import COLORS, HOST, busy, joined, panels_of, panels_of_profile, svg, trace
+from tools.timeline import (
+    COLORS,
+    HOST,
+    busy,
+    joined,
+    panel_of_ranks,
+    panels_of,
+    panels_of_profile,
+    svg,
+    trace,
+)
 from turnout import LLM
 
 RESULT = Path(__file__).parents[2] / "benchmarks/results/overlap-nvidia-h200-x2-2026-11-22.json"
@@ -89,6 +99,31 @@ def test_kernels_belong_to_the_step_that_launched_them():
         ("expert_gemm", 7, 160, 190, "experts"),
         ("dispatch_rows", 8, 200, 230, "dispatch"),
     ]
+
+
+def test_a_step_of_all_ranks_tells_who_waited():
+    """Two ranks, of which the second comes late to the dispatch, so that the first waits, and the other way
+    round in combine."""
+
+    def event(rank: int, name: str, cat: str, ts: float, dur: float, **args: object) -> dict[str, object]:
+        place = {"ph": "X", "ts": ts, "dur": dur, "pid": 1000 * rank, "tid": 1}
+        return place | {"name": name, "cat": cat, "args": args}
+
+    events = []
+    for rank, (dispatch, combine) in enumerate(((30.0, 5.0), (10.0, 8.0))):
+        for step, begin in enumerate((0.0, 1000.0, 2000.0)):
+            base = begin + rank
+            events.append(event(rank, "step", "user_annotation", base, 90.0, phase="decode"))
+            events.append(event(rank, "cudaGraphLaunch", "cuda_runtime", base + 40, 5.0, correlation=step))
+            for at, name, took in ((60, "dispatch_rows", dispatch), (300, "combine_rows", combine)):
+                events.append(event(rank, name, "kernel", base + at, took, correlation=step, stream=7))
+    ((title, shown),) = panel_of_ranks({"traceEvents": events}, "two", 100.0).items()
+    assert title == "two: a step of decoding on 2 ranks, waits of 11.5 us in an exchange"
+    assert [(k.name, k.stream, k.start, k.end) for k in shown] == [
+        ("dispatch_rows", "rank 0", 0, 30), ("dispatch_rows", "rank 1", 1, 11)
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="no step of rank 0 decodes"):
+        panel_of_ranks({"traceEvents": [events[0] | {"args": {"phase": "prefill"}}]}, "none", 100.0)
 
 
 def test_busy_counts_overlapping_kernels_once():

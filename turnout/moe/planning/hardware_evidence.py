@@ -13,14 +13,14 @@ RUNS: dict[str, dict[str, str]] = {
     "collective-experts": {"NVIDIA H200": "2026-11-21"},
     "deepep-low-latency": {"NVIDIA H200": "2026-11-21"},
     "deepep-normal": {"NVIDIA H200": "2026-11-21"},
-    "flashinfer": {"NVIDIA H200": "2026-11-21"},
+    "flashinfer": {"NVIDIA H200": "2026-11-28"},
     "flashinfer_cutlass": {"NVIDIA H200": "2026-11-21"},
     "flashinfer_mxfp4": {"NVIDIA H200": "2026-11-21"},
     "hopper": {"NVIDIA H100 80GB HBM3": "2026-11-27", "NVIDIA H200": "2026-11-28"},
     "none": {"NVIDIA H100 80GB HBM3": "2026-11-27", "NVIDIA H200": "2026-11-28"},
     "numba": {"AMD EPYC x2": "2026-11-28", "Intel Xeon x2": "2026-11-27"},
     "nvlink": {"NVIDIA H200": "2026-11-28"},
-    "nvlink-experts": {"NVIDIA H200": "2026-11-22"},
+    "nvlink-experts": {"NVIDIA H200": "2026-11-28"},
     "torch": {"NVIDIA H100 80GB HBM3": "2026-11-27", "NVIDIA H200": "2026-11-28"},
 }
 
