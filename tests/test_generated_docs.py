@@ -110,8 +110,8 @@ def test_the_newest_run_of_a_load_counts_and_runs_that_compare_settings_do_not(g
         assert rows == [f"| m fp8 | 1 | 1,024 / 128 | 8 | 50 | 5 | 7 | 1.00 | {link} |"]
 
 
-def test_an_exchange_without_gathering_has_a_table_of_its_own(generator, tmp_path):
-    """What compares shows the newest run that has both; a newer one without `none` compares with nothing."""
+def test_an_exchange_is_shown_next_to_gathering(generator, tmp_path):
+    """By the newest run that has both: a newer one without `none` compares with nothing."""
     results = tmp_path / "benchmarks" / "results"
     results.mkdir(parents=True)
     row = {"dispatcher": "nvlink", "devices": 4, "hidden": 64, "topk": 2, "experts": 8, "routing": "uniform"}
@@ -127,11 +127,9 @@ def test_an_exchange_without_gathering_has_a_table_of_its_own(generator, tmp_pat
         content = head | {"date": date, "rows": rows}
         (results / f"a2a-nvlink-nvidia-h200-x4-{date}.json").write_text(json.dumps(content))
     found = tables(results, tmp_path)
-    both, alone = (found[f"a2a-nvlink-x4-{name}h200"] for name in ("", "alone-"))
+    both = found["a2a-nvlink-x4-h200"]
     assert "2026-01-01" in both
     assert "| uniform | bf16 | bf16 | 1 | 5.0 | 20.0 | 15.0 | 3.00 | 0.00 | 0 |" in both
-    assert "2026-01-02" in alone
-    assert "| nvlink | fp8 | 128 | 4 (0.50) | 3 (0.75) | 6 |" in alone
     assert "| 5.0 us | 20.0 us (NCCL) | 4.00 |" in headline(results)
 
 

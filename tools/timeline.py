@@ -11,7 +11,7 @@ the host and the GPU's streams with the kernels that these steps launched; on a 
 threads. The title says in which part of the time at least one of them ran. tools.step_timeline records such
 profiles. With --all-ranks it becomes one panel instead: the first so many us of one decode step, with a lane
 for each rank. Its title says how much longer an exchange took on the rank that waited most than on the one
-that came last, on average, of all exchanges of the step: who is late has nobody to wait for.
+that came last, on average, of all exchanges of the step: a rank that is late waits for none.
 
 A row of a result that holds a `timeline`, kernels of one replay as torch's profiler saw them on rank 0,
 becomes a panel: a lane for each stream, a box for each kernel, colours by what it belongs to. A stream on

@@ -61,6 +61,12 @@ def ranks_of(server: ServerProcess) -> list[psutil.Process]:
     return sorted(ranks, key=lambda process: process.create_time())
 
 
+def http_workers_of(server: ServerProcess) -> list[psutil.Process]:
+    """The processes that only serve HTTP and have not ended."""
+    children = psutil.Process(server.process.pid).children()
+    return [child for child in children if any("http_workers" in part for part in _cmdline(child))]
+
+
 def _children(process: psutil.Process) -> list[psutil.Process]:
     with suppress(psutil.NoSuchProcess):
         return process.children()

@@ -13,7 +13,7 @@ from turnout.engine.messages import Abort, AddRequest, Ready, RequestOutput
 from turnout.server.metrics import Observed
 from turnout.server.supervise.ledger import EngineFailed
 
-USER_ERROR = 2  # exit code of a worker that has said what the user can mend
+USER_ERROR = 2  # exit code of a worker that has said what the user can fix
 SIZE = struct.Struct("<Q")  # of the list that follows
 
 

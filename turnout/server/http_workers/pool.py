@@ -181,7 +181,7 @@ class HttpWorkers:
         return worker
 
     def _forget(self, worker: HttpWorker) -> None:
-        """It has ended: nobody waits for what it asked for."""
+        """It has ended: no client waits for what it asked for."""
         if self._workers.get(worker.number) is worker:
             del self._workers[worker.number]
         worker.connections.close()
@@ -222,11 +222,15 @@ class HttpWorkers:
             self._offered = None
 
     def _hand_on(self, connection: socket.socket) -> bool:
-        """To the worker whose turn it is, or the next that can take it; whether there was one."""
+        """To the worker whose turn it is, or the next that can take it; whether there was one.
+
+        One that was started again gets none before it can serve, as long as others can.
+        """
+        some_serve = any(worker.opened for worker in self._workers.values())
         for _ in range(self._count):
             worker = self._workers.get(self._next)
             self._next = (self._next + 1) % self._count
-            if worker is not None:
+            if worker is not None and (worker.opened or not some_serve):
                 with suppress(OSError):  # it has more than it can open, or has ended
                     socket.send_fds(worker.connections, [b"\0"], [connection.fileno()])
                     return True

@@ -45,7 +45,7 @@ from turnout.server.http_workers.remote_engine import RemoteEngine
 
 REPORT_SECONDS = 0.2  # between reports of what streams go through
 TAKEN_AT_ONCE = 64  # connections in one turn of the event loop
-OTHER_FILES = 40  # that this process may need besides connections
+OTHER_FILES = 40  # that this process may need next to connections
 FULL_SECONDS = 0.1  # between looks whether there are files for connections again
 
 

@@ -15,7 +15,15 @@ import psutil
 import pytest
 
 from tests.server.conftest import is_idle
-from tests.server.processes import Background, eventually, has_ended, is_ready, ranks_of, started
+from tests.server.processes import (
+    Background,
+    eventually,
+    has_ended,
+    http_workers_of,
+    is_ready,
+    ranks_of,
+    started,
+)
 from turnout.config import ServerConfig
 from turnout.server.launch import ServerProcess
 from turnout.server.run import http_processes
@@ -36,11 +44,6 @@ PROCESSES = 3
 )
 def test_how_many_processes_serve(fields: dict[str, Any], count: int):
     assert http_processes(ServerConfig(**fields)) == count
-
-
-def workers_of(server: ServerProcess) -> list[psutil.Process]:
-    children = psutil.Process(server.process.pid).children()
-    return [child for child in children if any("http_workers" in part for part in child.cmdline())]
 
 
 def clients_of(worker: psutil.Process) -> int:
@@ -90,8 +93,8 @@ def test_connections_are_divided_evenly(several: tuple[ServerProcess, str]):
     with ExitStack() as stack:
         for _ in range(4 * PROCESSES):
             stack.enter_context(httpx.Client(base_url=root, timeout=60)).get("/health")
-        assert [clients_of(worker) for worker in workers_of(server)] == [4] * PROCESSES
-    assert eventually(lambda: not any(clients_of(worker) for worker in workers_of(server)))
+        assert [clients_of(worker) for worker in http_workers_of(server)] == [4] * PROCESSES
+    assert eventually(lambda: not any(clients_of(worker) for worker in http_workers_of(server)))
 
 
 def test_the_head_counts_what_all_processes_observe(several: tuple[ServerProcess, str]):
@@ -150,11 +153,12 @@ def test_a_client_that_leaves_frees_what_it_had(several: tuple[ServerProcess, st
 def test_a_process_that_dies_takes_its_own_streams_only(several: tuple[ServerProcess, str]):
     server, root = several
     (engine,) = ranks_of(server)
-    workers = workers_of(server)
+    workers = http_workers_of(server)
     streams = [Background(root, tokens=480, n=5) for _ in workers]  # one for each
     engine.suspend()  # so that all of them go on
     workers[0].kill()
-    assert eventually(lambda: len(set(workers_of(server)) - {workers[0]}) == PROCESSES)
+    assert all(is_ready(root) for _ in range(2 * PROCESSES))  # the others serve meanwhile
+    assert eventually(lambda: len(set(http_workers_of(server)) - {workers[0]}) == PROCESSES)
     engine.resume()
     whole = [stream for stream in streams if stream.result()[-1] == "[DONE]"]
     assert [stream.num_tokens() for stream in whole] == [2400] * (PROCESSES - 1)
@@ -207,12 +211,12 @@ def test_more_than_may_wait_is_refused(tiny_folder: Path):
 
 
 def test_drain_finishes_what_it_can_and_cuts_off_the_rest(tiny_folder: Path):
-    fields = {"shutdown_timeout": 6.0, "watchdog_timeout": 60.0}
+    fields = {"shutdown_timeout": 3.0, "watchdog_timeout": 60.0}
     with (
         started(tiny_folder, api_server_count=2, **fields) as (server, root),
         httpx.Client(base_url=root, timeout=60) as http,
     ):
-        (engine,), workers = ranks_of(server), workers_of(server)
+        (engine,), workers = ranks_of(server), http_workers_of(server)
         endless = [Background(root, tokens=500, n=30) for _ in range(2)]
         short = [Background(root, tokens=8) for _ in range(2)]
         engine.suspend()
