@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
+import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -134,56 +136,94 @@ def _first(lines: Iterator[str], count: int) -> list[str]:
     return [line for line, _ in zip(lines, range(count), strict=False)]
 
 
+@contextmanager
+def asked(root: str, engine: psutil.Process, count: int) -> Iterator[list[Future[httpx.Response]]]:
+    """Requests that have come to the server, which cannot answer them before the block ends: its engine
+    stands still."""
+    body = {"prompt": "go on", "max_tokens": 40, "ignore_eos": True}
+    engine.suspend()
+    with ThreadPoolExecutor(count) as pool:
+        try:
+            yield [
+                pool.submit(httpx.post, f"{root}/v1/completions", json=body, timeout=120)
+                for _ in range(count)
+            ]
+        finally:
+            with suppress(psutil.NoSuchProcess):
+                engine.resume()
+
+
+def load_of(root: str) -> int:
+    return httpx.get(f"{root}/load", timeout=60).json()["server_load"]
+
+
+def tokens_of(reply: httpx.Response) -> int:
+    assert reply.status_code == 200, reply.text
+    return reply.json()["usage"]["completion_tokens"]
+
+
+def code_of(reply: httpx.Response) -> tuple[int, str]:
+    return reply.status_code, reply.json()["error"]["code"]
+
+
 def test_a_client_that_leaves_frees_what_it_had(several: tuple[ServerProcess, str]):
     server, root = several
     (engine,) = ranks_of(server)
-    body = {"prompt": "go on", "max_tokens": 480, "ignore_eos": True, "stream": True, "n": 12}
-    with httpx.stream("POST", f"{root}/v1/completions", json=body, timeout=60) as reply:
-        lines = reply.iter_lines()  # which closes the connection when it is forgotten
-        next(lines)
-        engine.suspend()
-        assert eventually(lambda: httpx.get(f"{root}/load", timeout=60).json()["server_load"] == 1)
-    del lines
-    assert eventually(lambda: httpx.get(f"{root}/load", timeout=60).json()["server_load"] == 0)
-    engine.resume()
+    body = json.dumps({"prompt": "go on", "max_tokens": 480, "stream": True, "n": 4}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: {len(body)}\r\n\r\n"
+    url = httpx.URL(root)
+    with asked(root, engine, 1) as (other,), socket.create_connection((url.host, url.port)) as connection:
+        connection.sendall(head.encode() + body)
+        assert eventually(lambda: load_of(root) == 2)
+        connection.close()
+        assert eventually(lambda: load_of(root) == 1)
+    assert tokens_of(other.result()) == 40
     with httpx.Client(base_url=root, timeout=60) as http:
         assert eventually(lambda: is_idle(http))
 
 
-def test_a_process_that_dies_takes_its_own_streams_only(several: tuple[ServerProcess, str]):
+def test_a_process_that_dies_takes_its_own_requests_only(several: tuple[ServerProcess, str]):
     server, root = several
     (engine,) = ranks_of(server)
-    workers = http_workers_of(server)
-    streams = [Background(root, tokens=480, n=5) for _ in workers]  # one for each
-    engine.suspend()  # so that all of them go on
-    workers[0].kill()
-    assert all(is_ready(root) for _ in range(2 * PROCESSES))  # the others serve meanwhile
-    assert eventually(lambda: len(set(http_workers_of(server)) - {workers[0]}) == PROCESSES)
-    engine.resume()
-    whole = [stream for stream in streams if stream.result()[-1] == "[DONE]"]
-    assert [stream.num_tokens() for stream in whole] == [2400] * (PROCESSES - 1)
+    workers, count = http_workers_of(server), 4 * PROCESSES
+    with asked(root, engine, count) as requests:
+        assert eventually(lambda: load_of(root) == count)
+        workers[0].kill()
+        assert eventually(lambda: load_of(root) < count)
+        left = load_of(root)
+        assert all(is_ready(root) for _ in range(2 * PROCESSES))  # the others serve meanwhile
+        assert eventually(lambda: len(set(http_workers_of(server)) - {workers[0]}) == PROCESSES)
+    broken = [one.exception() for one in requests]
+    assert sum(isinstance(error, httpx.TransportError) for error in broken) == count - left
+    whole = [one.result() for one, error in zip(requests, broken, strict=True) if error is None]
+    assert [tokens_of(reply) for reply in whole] == [40] * left
     with httpx.Client(base_url=root, timeout=60) as http:
-        assert eventually(lambda: is_idle(http))  # what nobody waits for was aborted
+        assert eventually(lambda: is_idle(http))  # what no client waits for was aborted
     with ThreadPoolExecutor(12) as pool:
         found = pool.map(lambda number: answer(root, f"{number}", ignore_eos=True), range(12))
         assert [one["usage"] for one in found] == [12] * 12
 
 
-def test_ranks_that_restart_lose_no_stream(tiny_folder: Path):
-    with started(tiny_folder, api_server_count=2) as (server, root):
-        streams = [Background(root, tokens=150, n=2) for _ in range(4)]
+def test_ranks_that_restart_lose_no_request(tiny_folder: Path):
+    with started(tiny_folder, api_server_count=2, watchdog_timeout=60.0) as (server, root):
         (engine,) = ranks_of(server)
-        engine.kill()
-        assert [stream.num_tokens() for stream in streams] == [300] * 4
+        streams = [Background(root, tokens=150, n=2) for _ in range(2)]
+        with asked(root, engine, 4) as requests:
+            assert eventually(lambda: load_of(root) >= 4)
+            engine.kill()
+            assert [tokens_of(one.result()) for one in requests] == [40] * 4
+        assert [stream.num_tokens() for stream in streams] == [300] * 2
         assert httpx.get(f"{root}/server_info", timeout=60).json()["restarts"] == 1
 
 
 def test_requests_that_ranks_take_with_them_end_with_the_reason(tiny_folder: Path):
-    with started(tiny_folder, api_server_count=2, max_request_restarts=0) as (server, root):
+    fields = {"api_server_count": 2, "max_request_restarts": 0, "watchdog_timeout": 60.0}
+    with started(tiny_folder, **fields) as (server, root):
         (engine,) = ranks_of(server)
-        streams = [Background(root, tokens=480, n=4) for _ in range(4)]
-        engine.kill()
-        assert {stream.error()["code"] for stream in streams} == {"engine_failed"}
+        with asked(root, engine, 4) as requests:
+            assert eventually(lambda: load_of(root) == 4)
+            engine.kill()
+            assert {code_of(one.result()) for one in requests} == {(500, "engine_failed")}
         assert eventually(lambda: is_ready(root))
         assert answer(root, "again", ignore_eos=True)["usage"] == 12
 
@@ -210,27 +250,32 @@ def test_more_than_may_wait_is_refused(tiny_folder: Path):
             assert [ask().status_code for _ in range(4)] == [200] * 4  # nothing remains reserved
 
 
-def test_drain_finishes_what_it_can_and_cuts_off_the_rest(tiny_folder: Path):
-    fields = {"shutdown_timeout": 3.0, "watchdog_timeout": 60.0}
+def test_drain_finishes_what_runs_and_refuses_what_comes(tiny_folder: Path):
     with (
-        started(tiny_folder, api_server_count=2, **fields) as (server, root),
-        httpx.Client(base_url=root, timeout=60) as http,
+        started(tiny_folder, api_server_count=2, shutdown_timeout=100.0, watchdog_timeout=60.0) as own,
+        httpx.Client(base_url=own[1], timeout=60) as http,
     ):
+        server, root = own
         (engine,), workers = ranks_of(server), http_workers_of(server)
-        endless = [Background(root, tokens=500, n=30) for _ in range(2)]
-        short = [Background(root, tokens=8) for _ in range(2)]
-        engine.suspend()
-        server.process.terminate()
-        assert eventually(lambda: http.get("/ready").status_code == 503)
-        refused = http.post("/v1/completions", json={"prompt": "late"})
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
-        engine.resume()
-        assert [stream.num_tokens() for stream in short] == [8, 8]
-        engine.suspend()
-        assert [stream.error()["code"] for stream in endless] == ["shutting_down"] * 2
-        engine.resume()
+        with asked(root, engine, 4) as requests:
+            assert eventually(lambda: load_of(root) == 4)
+            server.process.terminate()
+            assert eventually(lambda: http.get("/ready").status_code == 503)
+            assert code_of(http.post("/v1/completions", json={"prompt": "late"})) == (503, "shutting_down")
+        assert [tokens_of(one.result()) for one in requests] == [40] * 4
         assert server.process.wait(60) == 0
         assert all(has_ended(worker) for worker in workers)
+
+
+def test_drain_cuts_off_what_takes_too_long(tiny_folder: Path):
+    fields = {"api_server_count": 2, "shutdown_timeout": 1.0, "watchdog_timeout": 60.0}
+    with started(tiny_folder, **fields) as (server, root):
+        (engine,) = ranks_of(server)
+        with asked(root, engine, 4) as requests:
+            assert eventually(lambda: load_of(root) == 4)
+            server.process.terminate()
+            assert {code_of(one.result()) for one in requests} == {(503, "shutting_down")}
+        assert server.process.wait(60) == 0
 
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM])
@@ -242,6 +287,15 @@ def test_no_process_outlives_the_head(tiny_folder: Path, ending: signal.Signals)
         server.process.send_signal(ending)
         assert eventually(lambda: all(has_ended(child) for child in children))
         assert eventually(lambda: not folder.exists())
+
+
+def test_a_server_may_be_stopped_while_a_process_is_started_again(tiny_folder: Path):
+    with started(tiny_folder, api_server_count=2) as (server, _):
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        http_workers_of(server)[0].kill()
+        server.process.terminate()
+        assert server.process.wait(20) == 0
+        assert eventually(lambda: all(has_ended(child) for child in children))
 
 
 def test_a_key_is_asked_for_by_every_process(tiny_folder: Path):

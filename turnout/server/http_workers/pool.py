@@ -91,6 +91,7 @@ class HttpWorkers:
         self._next = 0  # number of the worker that gets the next connection
         self._offered: socket.socket | None = None  # a connection that no worker could take yet
         self._draining = self._closing = False
+        self._launching = 0  # workers whose processes are being started
         self._news = asyncio.Event()
 
     @property
@@ -130,21 +131,24 @@ class HttpWorkers:
         self._closing = True
         asyncio.get_running_loop().remove_reader(self._listener)
         self._listener.close()
-        workers = list(self._workers.values())
-        for worker in workers:
+        for worker in self._workers.values():
             worker.channel.send(Stop())
-        leaving = [asyncio.create_task(worker.process.wait()) for worker in workers]
-        if leaving:
-            _, late = await asyncio.wait(leaving, timeout=LEAVE_SECONDS)
-            for worker in workers if late else ():
-                with suppress(ProcessLookupError):
-                    worker.process.kill()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_SECONDS):
+                await self._until(lambda: not self._workers and not self._launching)
+        for worker in self._workers.values():
+            with suppress(ProcessLookupError):
+                worker.process.kill()
 
     async def _keep(self, number: int) -> None:
         """A worker of that number, started again whenever it has ended."""
         failed_starts = 0
         while not self._closing:
-            worker = await self._launch(number)
+            self._launching += 1
+            try:
+                worker = await self._launch(number)
+            finally:
+                self._launching -= 1
             try:
                 code = await worker.process.wait()
             finally:
@@ -177,6 +181,8 @@ class HttpWorkers:
         await asyncio.get_running_loop().create_unix_connection(lambda: worker.channel, sock=ours)
         self._workers[number] = worker
         worker.channel.send(self._start)
+        if self._closing:  # since it was launched
+            worker.channel.send(Stop())
         self._accept_again()
         return worker
 

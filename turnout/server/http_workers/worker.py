@@ -65,7 +65,7 @@ class Worker:
         self._reported: tuple[int, bool] | None = None
         self._service.on_end = channel.send
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._most = soft - OTHER_FILES
+        self._most = sys.maxsize if soft == resource.RLIM_INFINITY else soft - OTHER_FILES
 
     async def run(self) -> None:
         """Raises UserError (of the tokenizer)."""
