@@ -248,7 +248,7 @@ class HttpWorkers:
             self._submit(worker, message)
         elif isinstance(message, Reserve):
             present = self._engine.reserve_now(message.count, message.room)
-            worker.reserved += 0 if present else message.count
+            worker.reserved += message.count if present is None else 0
             worker.channel.send(Reserved(present))
         elif isinstance(message, Unreserve):
             worker.reserved -= message.count

@@ -71,9 +71,9 @@ async def stream_message(generation: Generation, body: MessagesBody, model: str)
     except ApiError as error:
         yield encode_event(error.anthropic_body(), "error")
         return
-    yield b"".join(map(_told, blocks.end()))
+    ends = b"".join(map(_told, blocks.end()))
     ending = _ending(total, generation, body)
-    yield _event("message_delta", delta=ending, usage=_usage(generation)) + _event("message_stop")
+    yield ends + _event("message_delta", delta=ending, usage=_usage(generation)) + _event("message_stop")
 
 
 def _event(kind: str, **fields: Any) -> bytes:
