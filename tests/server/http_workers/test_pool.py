@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,6 +28,7 @@ from tests.server.processes import (
     started,
 )
 from turnout.config import ServerConfig
+from turnout.server.http_workers.worker import OTHER_FILES
 from turnout.server.launch import ServerProcess
 from turnout.server.run import http_processes
 
@@ -296,6 +298,24 @@ def test_a_server_may_be_stopped_while_a_process_is_started_again(tiny_folder: P
         server.process.terminate()
         assert server.process.wait(20) == 0
         assert eventually(lambda: all(has_ended(child) for child in children))
+
+
+def test_connections_beyond_what_files_allow_wait(tiny_folder: Path):
+    with started(tiny_folder, api_server_count=2) as (server, root), ExitStack() as connections:
+        workers, url = http_workers_of(server), httpx.URL(root)
+        for worker in workers:
+            worker.rlimit(psutil.RLIMIT_NOFILE, (OTHER_FILES + 10, worker.rlimit(psutil.RLIMIT_NOFILE)[1]))
+        for _ in range(30):
+            connections.enter_context(socket.create_connection((url.host, url.port)))
+        assert eventually(lambda: [clients_of(worker) for worker in workers] == [10, 10])
+        with ThreadPoolExecutor(4) as pool:
+            waiting = [pool.submit(answer, root, "wait", ignore_eos=True) for _ in range(4)]
+            time.sleep(0.5)
+            assert not any(one.done() for one in waiting)
+            assert [clients_of(worker) for worker in workers] == [10, 10]
+            connections.close()
+            assert [one.result()["usage"] for one in waiting] == [12] * 4
+        assert "Traceback" not in server.last_lines()
 
 
 def test_a_key_is_asked_for_by_every_process(tiny_folder: Path):

@@ -64,8 +64,6 @@ class Worker:
         self._adopted: set[asyncio.Task[None]] = set()
         self._reported: tuple[int, bool] | None = None
         self._service.on_end = channel.send
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._most = sys.maxsize if soft == resource.RLIM_INFINITY else soft - OTHER_FILES
 
     async def run(self) -> None:
         """Raises UserError (of the tokenizer)."""
@@ -146,8 +144,10 @@ class Worker:
 
     def _take_connections(self) -> None:
         loop = asyncio.get_running_loop()
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = sys.maxsize if soft == resource.RLIM_INFINITY else soft - OTHER_FILES
         for _ in range(TAKEN_AT_ONCE):
-            if self._http.num_connections + len(self._adopted) >= self._most:
+            if self._http.num_connections + len(self._adopted) >= most:
                 loop.remove_reader(self._connections)  # the head gives them to others, or keeps them waiting
                 loop.call_later(FULL_SECONDS, self._listen)
                 return
