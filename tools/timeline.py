@@ -213,29 +213,27 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
     return found
 
 
+def _within(event: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether it began during one of `steps`."""
+    return any(step["ts"] <= event["ts"] <= step["ts"] + step["dur"] for step in steps)
+
+
 def _launched(
     events: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
     """What `steps` launched on a GPU."""
     launches = {
-        e["args"].get("correlation")
-        for e in events
-        if e.get("cat") in LAUNCHES and any(s["ts"] <= e["ts"] <= s["ts"] + s["dur"] for s in steps)
+        e["args"].get("correlation") for e in events if e.get("cat") in LAUNCHES and _within(e, steps)
     }
     return [e for e in events if e.get("cat") in ON_GPU and e["args"].get("correlation") in launches]
 
 
 def _of_steps(events: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> list[Kernel]:
     """The kernels that `steps` launched, or else their operators, and the steps themselves."""
-    inside = [(step["ts"], step["ts"] + step["dur"]) for step in steps]
-
-    def within(event: Mapping[str, Any]) -> bool:
-        return any(begin <= event["ts"] <= end for begin, end in inside)
-
     work = _launched(events, steps)
     lanes = {id(e): e["args"].get("stream", e["tid"]) for e in work}
     if not work:
-        work = _outermost([e for e in events if e.get("cat") == "cpu_op" and within(e)])
+        work = _outermost([e for e in events if e.get("cat") == "cpu_op" and _within(e, steps)])
         lanes = {id(e): f"thread {e['tid']}" for e in work}
     first = min(e["ts"] for e in (*work, *steps))
     timeline = [

@@ -14,8 +14,6 @@ import socket
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from turnout.config import ServerConfig, lifeline
@@ -107,11 +105,8 @@ class Supervisor:
         self.engine = EngineSupervisor(config, secret, fork_server)
         self.service = Service(config, self.engine)
         self.workers: HttpWorkers | None = None
-        self._folder: TemporaryDirectory[str] | None = None
         if (count := http_processes(config)) > 1:
-            self._folder = TemporaryDirectory(prefix="turnout_http_")
-            address = str(self._own_address)
-            self.workers = HttpWorkers(config, count, listener, self.engine, self.service.metrics, address)
+            self.workers = HttpWorkers(config, count, listener, self.engine, self.service.metrics)
         self.control = Control(self.service, self.engine, self._count_elsewhere)
         self.feed = Feed(self.control)
         self._tracer = self.service.observe_requests()
@@ -125,12 +120,6 @@ class Supervisor:
         host, port = self.listener.getsockname()[:2]
         host = LOCAL.get(host, host)
         return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
-
-    @property
-    def _own_address(self) -> Path:
-        """The Unix socket where this process serves HTTP to workers."""
-        assert self._folder is not None
-        return Path(self._folder.name) / "http"
 
     def _count_elsewhere(self) -> int:
         return self.workers.active if self.workers else 0
@@ -147,7 +136,8 @@ class Supervisor:
         app = create_app(self.control)
         app.routes.extend(dashboard_routes(self.feed, self.config.api_key))
         http = http_server(app, self.config.log_level)
-        serving = asyncio.create_task(http.serve(sockets=[self._own_listener()]))
+        own = self.workers.listen() if self.workers else self.listener
+        serving = asyncio.create_task(http.serve(sockets=[own]))
         workers = asyncio.create_task(self.workers.run()) if self.workers else asyncio.Future[None]()
         engine = asyncio.create_task(self.engine.run())
         life = asyncio.create_task(self._live())
@@ -171,8 +161,6 @@ class Supervisor:
             await asyncio.wait({engine})
             if self._tracer:
                 await asyncio.to_thread(self._tracer.close)
-            if self._folder:
-                self._folder.cleanup()
         engine.result()  # it may have failed while it left
         return 0
 
@@ -194,7 +182,7 @@ class Supervisor:
     async def _load(self) -> None:
         tokenizer = await self.service.load_tokenizer()
         await self.engine.started.wait()
-        self.service.open(tokenizer)
+        self.service.open(tokenizer, reads=self.workers is None)
         if self.workers:
             await self.workers.opened()
 
@@ -211,14 +199,6 @@ class Supervisor:
             self.service.cut_off()
             if self.workers:
                 self.workers.cut_off()
-
-    def _own_listener(self) -> socket.socket:
-        """On which this process serves HTTP: the server's, or one for its workers."""
-        if self.workers is None:
-            return self.listener
-        own = socket.socket(socket.AF_UNIX)
-        own.bind(str(self._own_address))
-        return own
 
     def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """What is not awaited. asyncio reports hundreds of times a second that it accepts nothing."""

@@ -55,7 +55,7 @@ class Service:
         self.metrics = Metrics(self.model_name)
         self.observers: list[Observer] = []  # of every request that has ended
         self.draining = False
-        self.on_end: Callable[[], object] = int
+        self.on_end: Callable[[], None] = lambda: None
         self.tokenizer: Tokenizer | None = None
         self.parsers = Parsers.chosen(config.tool_call_parser, config.reasoning_parser)  # checks the names
         self.limits = Limits(model=self.model_name, max_context=0, vocab_size=0)  # until the engine is ready
@@ -72,8 +72,11 @@ class Service:
             Tokenizer.load, locate(config.model), trust_remote_code=config.trust_remote_code
         )
 
-    def open(self, tokenizer: Tokenizer) -> None:
-        """Let requests in, once the engine is ready. Raises UserError for parsers that do not go together."""
+    def open(self, tokenizer: Tokenizer, *, reads: bool = True) -> None:
+        """Let requests in, once the engine is ready. Raises UserError for parsers that do not go together.
+
+        reads: whether they are read by this process.
+        """
         ready = self.engine.ready
         assert ready is not None
         self.limits = Limits(
@@ -85,7 +88,8 @@ class Service:
             template=tokenizer.chat_template,
             model_type=read_config(locate(self.config.model)).get("model_type"),
         )
-        self.intake.open(tokenizer, self.limits, self.config)
+        if reads:
+            self.intake.open(tokenizer, self.limits, self.config)
         self._room = ready.info["config"]["max_running_requests"] + self.config.max_queued_requests
         self.tokenizer = tokenizer
 

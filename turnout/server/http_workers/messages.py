@@ -1,4 +1,4 @@
-"""What the head and a worker tell each other, in lists, over a socket that both were born with."""
+"""What the head and a worker tell each other, in lists, over a socket that the worker was born with."""
 
 from __future__ import annotations
 
@@ -15,13 +15,6 @@ from turnout.server.supervise.ledger import EngineFailed
 
 USER_ERROR = 2  # exit code of a worker that has said what the user can fix
 SIZE = struct.Struct("<Q")  # of the list that follows
-
-
-class Start(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The first message. config: pickled. head: the Unix socket on which the head serves HTTP to workers."""
-
-    config: bytes
-    head: str
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
@@ -101,7 +94,7 @@ class Report(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     observed: Observed | None
 
 
-ToWorker = Start | Ready | EngineState | Reserved | Delivered | Ended | CutOff | Stop
+ToWorker = Ready | EngineState | Reserved | Delivered | Ended | CutOff | Stop
 ToHead = Reserve | Unreserve | AddRequest | Abort | Opened | Report
 
 encoder = msgspec.msgpack.Encoder()

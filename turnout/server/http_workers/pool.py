@@ -8,10 +8,11 @@ import logging
 import pickle
 import socket
 import sys
-from asyncio.subprocess import Process
+from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from turnout.config import ServerConfig
@@ -32,7 +33,6 @@ from turnout.server.http_workers.messages import (
     Report,
     Reserve,
     Reserved,
-    Start,
     Stop,
     ToHead,
     Unreserve,
@@ -71,8 +71,7 @@ class HttpWorker:
 class HttpWorkers:
     """All workers.
 
-    count: how many. listener: whose connections they get. metrics: where to count what they observe. head:
-    the Unix socket on which this process serves HTTP to them.
+    count: how many. listener: whose connections they get. metrics: where to count what they observe.
     """
 
     def __init__(
@@ -82,10 +81,11 @@ class HttpWorkers:
         listener: socket.socket,
         engine: EngineSupervisor,
         metrics: Metrics,
-        head: str,
     ):
-        self._config, self._listener, self._engine, self._metrics = config, listener, engine, metrics
-        self._start = Start(config=pickle.dumps(config), head=head)
+        self._listener, self._engine, self._metrics = listener, engine, metrics
+        self._folder = TemporaryDirectory(prefix="turnout_http_")
+        self._head = f"{self._folder.name}/http"
+        self._start = pickle.dumps((config, self._head))
         self._count = count
         self._workers: dict[int, HttpWorker] = {}
         self._next = 0  # number of the worker that gets the next connection
@@ -93,11 +93,18 @@ class HttpWorkers:
         self._draining = self._closing = False
         self._launching = 0  # workers whose processes are being started
         self._news = asyncio.Event()
+        engine.when_ready.append(self._tell_all)  # at once: clients that see it ready may ask any worker
 
     @property
     def active(self) -> int:
         """Requests that workers answer."""
         return sum(worker.active for worker in self._workers.values())
+
+    def listen(self) -> socket.socket:
+        """A Unix socket, on which this process is to serve HTTP to them until after `close`."""
+        own = socket.socket(socket.AF_UNIX)
+        own.bind(self._head)
+        return own
 
     async def run(self) -> None:
         """Until `close`. Raises UserError or EngineFailed if a worker cannot start."""
@@ -139,6 +146,7 @@ class HttpWorkers:
         for worker in self._workers.values():
             with suppress(ProcessLookupError):
                 worker.process.kill()
+        self._folder.cleanup()
 
     async def _keep(self, number: int) -> None:
         """A worker of that number, started again whenever it has ended."""
@@ -171,8 +179,13 @@ class HttpWorkers:
             pair = (str(theirs.fileno()), str(taking.fileno()))
             with signals_held():
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", MODULE, *pair), pass_fds=(theirs.fileno(), taking.fileno())
+                    *(sys.executable, "-m", MODULE, *pair),
+                    pass_fds=(theirs.fileno(), taking.fileno()),
+                    stdin=PIPE,
                 )
+        assert process.stdin is not None
+        process.stdin.write(self._start)
+        process.stdin.close()
         giving.setblocking(False)
         worker = HttpWorker(number, process, giving)
         worker.channel = Channel(
@@ -180,7 +193,6 @@ class HttpWorkers:
         )
         await asyncio.get_running_loop().create_unix_connection(lambda: worker.channel, sock=ours)
         self._workers[number] = worker
-        worker.channel.send(self._start)
         if self._closing:  # since it was launched
             worker.channel.send(Stop())
         self._accept_again()

@@ -1,6 +1,7 @@
 """A process that serves HTTP for the head: `python -m turnout.server.http_workers.worker MESSAGES SOCKETS`.
 
-Two inherited sockets bring messages and connections; their end means that the head is gone.
+Two inherited sockets bring messages and connections; their end means that the head is gone. Standard input
+brings the configuration, and the Unix socket on which the head serves HTTP to workers, pickled.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ from turnout.server.http_workers.messages import (
     Opened,
     Report,
     Reserved,
-    Start,
     Stop,
     ToWorker,
     worker_decoder,
@@ -52,8 +52,11 @@ FULL_SECONDS = 0.1  # between looks whether there are files for connections agai
 class Worker:
     """Serves connections that come through `connections` until told to stop, or the head is gone."""
 
-    def __init__(self, config: ServerConfig, head: str, channel: Channel, connections: socket.socket):
-        self._channel, self._connections = channel, connections
+    def __init__(
+        self, config: ServerConfig, head: str, messages: socket.socket, connections: socket.socket
+    ) -> None:
+        self._head, self._messages, self._connections = head, messages, connections
+        self._channel = channel = Channel(worker_decoder, self._receive, self._left_alone, self._report)
         self._engine = RemoteEngine(channel.send)
         self._service = Service(config, self._engine)
         self._tracer = self._service.observe_requests()
@@ -67,6 +70,7 @@ class Worker:
 
     async def run(self) -> None:
         """Raises UserError (of the tokenizer)."""
+        await asyncio.get_running_loop().create_unix_connection(lambda: self._channel, sock=self._messages)
         serving = asyncio.create_task(self._http.serve(sockets=[]))
         reporting = asyncio.create_task(self._keep_reporting())
         opening = asyncio.create_task(self._open())
@@ -88,12 +92,13 @@ class Worker:
             await asyncio.to_thread(self._tracer.close)
         self._channel.close()
 
-    @property
-    def leaving(self) -> bool:
-        """Whether it was told to."""
-        return self._told_to_stop.is_set()
+    def _left_alone(self) -> None:
+        """The head is gone."""
+        if not self._told_to_stop.is_set():
+            shutil.rmtree(Path(self._head).parent, ignore_errors=True)
+            os._exit(1)
 
-    def receive(self, message: ToWorker) -> None:
+    def _receive(self, message: ToWorker) -> None:
         """What the head says."""
         service = self._service
         if isinstance(message, Delivered):
@@ -115,7 +120,7 @@ class Worker:
             asyncio.get_running_loop().remove_reader(self._connections)
             self._told_to_stop.set()
 
-    def report(self) -> list[Any]:
+    def _report(self) -> list[Any]:
         """What to tell the head with the next messages, if anything has changed."""
         service = self._service
         observed = service.metrics.take()
@@ -139,7 +144,7 @@ class Worker:
             self._channel.send()
 
     def _listen(self) -> None:
-        if not self.leaving:
+        if not self._told_to_stop.is_set():
             asyncio.get_running_loop().add_reader(self._connections, self._take_connections)
 
     def _take_connections(self) -> None:
@@ -165,49 +170,18 @@ class Worker:
             task.add_done_callback(self._adopted.discard)
 
 
-async def serve(messages: socket.socket, connections: socket.socket) -> None:
-    """Until the head says so. Raises UserError."""
-    started: asyncio.Future[Start] = asyncio.get_running_loop().create_future()
-    worker: Worker | None = None
-    early: list[ToWorker] = []
-
-    def receive(message: ToWorker) -> None:
-        if isinstance(message, Start):
-            started.set_result(message)
-        elif worker is None:
-            early.append(message)
-        else:
-            worker.receive(message)
-
-    def left_alone() -> None:
-        if worker is None or not worker.leaving:
-            if started.done():
-                shutil.rmtree(Path(started.result().head).parent, ignore_errors=True)
-            os._exit(1)
-
-    channel = Channel(
-        worker_decoder, receive, left_alone, lambda: worker.report() if worker is not None else []
-    )
-    await asyncio.get_running_loop().create_unix_connection(lambda: channel, sock=messages)
-    start = await started
-    config = pickle.loads(start.config)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # of requests to the head
-    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
-    worker = Worker(config, start.head, channel, connections)
-    for message in early:
-        worker.receive(message)
-    await worker.run()
-
-
 def main(messages: str, connections: str) -> int:
     """The exit code."""
     leave_signals_to_launcher()
     map_large_blocks()
+    config, head = pickle.load(sys.stdin.buffer)
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # of requests to the head
     sockets = [socket.socket(fileno=int(number)) for number in (messages, connections)]
     for one in sockets:
         one.setblocking(False)
     try:
-        asyncio.run(serve(*sockets))
+        asyncio.run(Worker(config, head, *sockets).run())
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return USER_ERROR

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ class EngineSupervisor:
         self._last_failure: EngineFailed | None = None
         self.restarts = 0
         self.started = asyncio.Event()  # set when first ready
+        self.when_ready: list[Callable[[], None]] = []  # called whenever the ranks are ready
         self.ledger = Ledger(config.max_request_restarts, config.random_seed)
         self._reserved = 0  # places of sequences that are yet to be submitted
         self._group: EngineGroup | None = None
@@ -296,6 +297,8 @@ class EngineSupervisor:
         if self._local:
             self._local.make_spares()
         self.started.set()
+        for tell in self.when_ready:
+            tell()
         self._submit_due()
 
     def _submit_due(self) -> None:
