@@ -27,6 +27,16 @@ class UpProjection:
         return H, X - self.nope_dim
 
     @property
+    def keys_HNL(self) -> Tensor:
+        """[H, Dn, Lc]"""
+        return self.weight_HXL[:, : self.nope_dim]
+
+    @property
+    def values_HVL(self) -> Tensor:
+        """[H, Dv, Lc]"""
+        return self.weight_HXL[:, self.nope_dim :]
+
+    @property
     def _rank(self) -> int:
         return self.weight_HXL.shape[2]
 
@@ -46,15 +56,12 @@ class UpProjection:
         nope_HND, rope_NHR = q_NHD[..., : self.nope_dim].transpose(0, 1), q_NHD[..., self.nope_dim :]
         N, H, Dr = rope_NHR.shape
         out_NHC = q_NHD.new_empty(N, H, self._rank + Dr)
-        torch.bmm(
-            nope_HND, self.weight_HXL[:, : self.nope_dim], out=out_NHC[..., : self._rank].transpose(0, 1)
-        )
+        torch.bmm(nope_HND, self.keys_HNL, out=out_NHC[..., : self._rank].transpose(0, 1))
         out_NHC[..., self._rank :] = rope_NHR
         return out_NHC
 
     def values(self, mixed_NHL: Tensor) -> Tensor:
         """[N, H, Dv]: mixtures of values from those of latent vectors."""
-        up_HLV = self.weight_HXL[:, self.nope_dim :].transpose(1, 2)
         out_NHV = mixed_NHL.new_empty(len(mixed_NHL), *self.values_size)
-        torch.bmm(mixed_NHL.transpose(0, 1), up_HLV, out=out_NHV.transpose(0, 1))
+        torch.bmm(mixed_NHL.transpose(0, 1), self.values_HVL.transpose(1, 2), out=out_NHV.transpose(0, 1))
         return out_NHV

@@ -17,6 +17,7 @@ from turnout.attention.kinds import AttentionSpec, cache_groups
 from turnout.attention.latent import LatentAttention
 from turnout.attention.paged import paged_attention
 from turnout.attention.up_projection import UpProjection
+from turnout.kernels.attention import latent_heads
 from turnout.kernels.attention.latent import Tiles, attend
 
 results = {}
@@ -50,6 +51,28 @@ results["many-heads"] = error([70], H=40, tiles=Tiles(heads=32)) < 1e-5
 results["ahead"] = error([300, 7, 0, 64], splits=4, tiles=Tiles(tokens=32, ahead=True)) < 1e-5
 results["joined-in-parts"] = error([90, 33], H=20, LC=24, DR=6, splits=2, tiles=Tiles(parts=2)) < 1e-5
 results["deepseek"] = error([100], H=16, LC=512, DR=64, splits=2) < 1e-5
+
+
+def by_head(N: int, *, H=4, DN=24, DR=8, DV=20, LC=40, stored=0) -> bool:
+    """Products by head, and what is stored with them, as written out; no other slot is touched."""
+    draw = torch.Generator().manual_seed(N)
+    up = torch.randn(H, DN + DV, LC, generator=draw)
+    q, latent = torch.randn(N, H, DN + DR, generator=draw), torch.randn(stored, LC + DR, generator=draw)
+    slots, cache = torch.randperm(90, generator=draw)[:stored], torch.zeros(90, LC + DR)
+    wanted_cache = cache.index_copy(0, slots, latent)
+    found = latent_heads.absorbed(q, up[:, :DN], (latent, slots, cache) if stored else None)
+    wanted = torch.cat((torch.einsum("nhd,hdl->nhl", q[..., :DN], up[:, :DN]), q[..., DN:]), -1)
+    mixed = torch.randn(N, H, LC, generator=draw)
+    values = latent_heads.values(mixed, up[:, DN:])
+    right = torch.allclose(values, torch.einsum("nhl,hvl->nhv", mixed, up[:, DN:]), atol=1e-4)
+    return right and torch.allclose(found, wanted, atol=1e-4) and torch.equal(cache, wanted_cache)
+
+
+results["heads-of-one-row"] = by_head(1, stored=1)
+results["heads-of-few-rows"] = by_head(7, H=20, stored=5)
+results["heads-of-more-rows"] = by_head(70, H=3, DN=128, DV=128, LC=128, stored=70)
+results["heads-store-nothing"] = by_head(17, DN=128, DR=64, DV=128, LC=512)
+results["heads-of-no-row"] = by_head(0)
 results["no-rows"] = attend(
     torch.empty(0, 4, 40),
     torch.empty(16, 40),

@@ -28,6 +28,11 @@ CASES = [
     "ahead",
     "joined-in-parts",
     "deepseek",
+    "heads-of-one-row",
+    "heads-of-few-rows",
+    "heads-of-more-rows",
+    "heads-store-nothing",
+    "heads-of-no-row",
     "no-rows",
     "steps",
     "sparse-steps",
@@ -92,6 +97,63 @@ def test_specialised_on_a_gpu(H: int, splits: int, page: int):
     for b, kept in enumerate(seen):
         wanted = (q[b].double() @ kept.T * 576**-0.5).softmax(-1) @ kept[:, :512] if len(kept) else 0
         assert (found[b].double() - wanted).abs().max() < 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N", [1, 2, 17, 63, 130, 256])
+@pytest.mark.parametrize(("H", "nope", "value"), [(128, 128, 128), (16, 128, 128), (20, 192, 256)])
+def test_products_by_head_on_a_gpu(H: int, nope: int, value: int, N: int):
+    """One after the other, as kernels that begin early; what is stored is there for the next kernel."""
+    from turnout.kernels.attention import latent_heads
+
+    torch.manual_seed(0)
+    up = (torch.randn(H, nope + value, 512, device="cuda") * 0.05).bfloat16()
+    q, latent = torch.randn(N, H, nope + 64).bfloat16().cuda(), torch.randn(N, 576).bfloat16().cuda()
+    cache, slots = torch.zeros(512, 576).bfloat16().cuda(), torch.randperm(512)[:N].cuda()
+    wanted = torch.einsum("nhd,hdl->nhl", q[..., :nope].double(), up[:, :nope].double())
+    wanted_values = torch.einsum("nhl,hvl->nhv", wanted.bfloat16().double(), up[:, nope:].double())
+    for _ in range(3):
+        cache.zero_()
+        found = latent_heads.absorbed(q, up[:, :nope], (latent, slots, cache))
+        values = latent_heads.values(found[..., :512].contiguous(), up[:, nope:])
+        assert torch.equal(cache[slots], latent)
+        assert torch.equal(found[..., 512:], q[..., nope:])
+        assert (found[..., :512].double() - wanted).abs().max() < 1e-2 * wanted.abs().max()
+        assert (values.double() - wanted_values).abs().max() < 1e-2 * wanted_values.abs().max()
+
+
+@pytest.mark.parametrize("nope", [128, 192])
+@pytest.mark.parametrize("rows", [16, 64])
+def test_products_by_head_compile_as_designed(rows: int, nope: int, tmp_path: Path):
+    """By tensor cores, without spills, and with all weights asked for before the wait."""
+    from turnout.kernels.attention import latent_heads
+    from turnout.kernels.common.sizes import power_of_two
+
+    depth = power_of_two(nope)
+    constants = {
+        "DN": nope, "DNP": depth, "DR": 64, "DRP": 64, "LC": 512, "CP": 1024, "ROWS": rows,
+        "COLUMNS": latent_heads.HELD // depth, "PDL": True,
+    }  # fmt: skip
+    types = dict.fromkeys(("q_ptr", "weight_ptr", "latent_ptr", "cache_ptr", "out_ptr"), "*bf16")
+    absorbing = compiled(
+        latent_heads.absorb_heads, constants, warps=4, multiples=("head_stride", "H"),
+        slots_ptr="*i64", **types,
+    )  # fmt: skip
+    constants = {
+        "DV": 128, "LC": 512, "LCP": 512, "ROWS": rows, "VALUES": 32 if rows == 16 else 128,
+        "DEPTH": 0 if rows == 16 else latent_heads.DEPTH, "PDL": True,
+    }  # fmt: skip
+    types = dict.fromkeys(("mixed_ptr", "weight_ptr", "out_ptr"), "*bf16")
+    making = compiled(
+        latent_heads.values_of_heads, constants, warps=4, multiples=("head_stride", "H"), stages=3, **types
+    )
+    for done in (absorbing, making):
+        instructions, needs = machine_code(done, tmp_path)
+        assert re.search(r"HG?MMA", instructions)
+        assert "STACK:0" in needs
+        if done is absorbing or rows == 16:
+            ahead = done.asm["ptx"].partition("griddepcontrol.wait")[0]
+            assert len(re.findall(r"ld\.global\S*v4", ahead)) == 16  # of 16 bytes, 128 threads: HELD
 
 
 @pytest.mark.gpu

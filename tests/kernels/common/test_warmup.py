@@ -32,6 +32,7 @@ from turnout.kernels.attention import (
     delta_rule,
     index,
     latent,
+    latent_heads,
     latent_prefill,
     prefill,
     prefill_specialised,
@@ -340,6 +341,11 @@ def row_attention(size: int) -> None:
         for heads in (20, 128):
             sizes["splits"] = latent.spans(size, heads, 4096, 132)
             latent.attend(b16(size, heads, 576), LATENTS, table, ends, **sizes)
+    slots = torch.zeros(size, dtype=torch.int64)
+    for heads, nope, value in ((16, 128, 128), (128, 128, 128), (20, 192, 256)):
+        for kept in ((b16(size, 576), slots, LATENTS), None):
+            latent_heads.absorbed(b16(size, heads, nope + 64), b16(heads, nope, 512), kept)
+        latent_heads.values(b16(size, heads, 512), b16(heads, value, 512))
 
 
 def windowed_attention(size: int) -> None:

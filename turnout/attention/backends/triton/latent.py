@@ -64,10 +64,11 @@ class LatentRows(StoredAttention):
     def latent(
         self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection, index: Index | None = None
     ) -> Tensor:
-        cache_SC = self._latents.store(layer, self._slots_N, latent_NC)
+        cache_SC = self._latents.layer_cache(layer)
         return attend_absorbed(
-            self._latents, cache_SC, q_NHD, up, self._table_NP, self._ends_N, splits=self._splits
-        )
+            self._latents, cache_SC, q_NHD, up, self._table_NP, self._ends_N,
+            splits=self._splits, new=(latent_NC, self._slots_N),
+        )  # fmt: skip
 
 
 class SparseLatentRows(StoredAttention):
@@ -82,11 +83,11 @@ class SparseLatentRows(StoredAttention):
         self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection, index: Index | None = None
     ) -> Tensor:
         paged = self._sparse
-        cache_SC = paged.store(layer, self._slots_N, latent_NC)
         if index is not None:
             keys_SD = plain_keys(paged, layer, self._slots_N, index)
             self._chosen_NK = choose_rows(paged, keys_SD, index, self._table_NP, self._ends_N)
-        return attend_chosen(paged, self._chosen_NK, cache_SC, q_NHD, up)
+        cache_SC, new = paged.layer_cache(layer), (latent_NC, self._slots_N)
+        return attend_chosen(paged, self._chosen_NK, cache_SC, q_NHD, up, new=new)
 
 
 class LatentStep(StoredAttention):
@@ -113,9 +114,12 @@ class LatentStep(StoredAttention):
     ) -> Tensor:
         paged, M = self._paged, self._num_decoding
         assert isinstance(paged, LatentAttention)
-        cache_SC = paged.store(layer, self._slots_N, latent_NC)
+        if len(q_NHD) == M:
+            cache_SC, new = paged.layer_cache(layer), (latent_NC, self._slots_N)
+        else:
+            cache_SC, new = paged.store(layer, self._slots_N, latent_NC), None
         out_MHV = attend_absorbed(
-            paged, cache_SC, q_NHD[:M], up, self._table_MP, self._ends_M, splits=self._splits
+            paged, cache_SC, q_NHD[:M], up, self._table_MP, self._ends_M, splits=self._splits, new=new
         )
         if len(q_NHD) == M:
             return out_MHV
@@ -303,13 +307,22 @@ def attend_absorbed(
     *,
     splits: int,
     page_size: int = 0,
+    new: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """[R, H, Dv] of tokens that see the first ends [R] of the pages [R, P]. page_size: 0: that of `paged`."""
-    from turnout.kernels.attention import latent
+    """[R, H, Dv] of tokens that see the first ends [R] of the pages [R, P]. page_size: 0: that of `paged`.
+    new: what these tokens leave in the cache first, [R, C], and in which slots [R]; None: it is there."""
+    from turnout.kernels.attention import latent, latent_heads
 
-    spec = paged.spec
+    spec, few = paged.spec, len(q_RHD) <= latent_heads.MOST
+    if few:
+        kept = new and (new[0].contiguous(), new[1], cache_SC)
+        q_RHC = latent_heads.absorbed(q_RHD.contiguous(), up.keys_HNL, kept)
+    else:
+        if new is not None:
+            cache_SC.index_copy_(0, new[1], new[0])
+        q_RHC = up.absorb(q_RHD)
     mixed_RHL = latent.attend(
-        up.absorb(q_RHD),
+        q_RHC,
         cache_SC,
         table_RP,
         ends_R,
@@ -318,15 +331,22 @@ def attend_absorbed(
         splits=splits,
         scale=spec.scale,
     )
-    return up.values(mixed_RHL)
+    return latent_heads.values(mixed_RHL, up.values_HVL) if few else up.values(mixed_RHL)
 
 
 def attend_chosen(
-    paged: SparseLatentAttention, chosen_RK: Tensor, cache_SC: Tensor, q_RHD: Tensor, up: UpProjection
+    paged: SparseLatentAttention,
+    chosen_RK: Tensor,
+    cache_SC: Tensor,
+    q_RHD: Tensor,
+    up: UpProjection,
+    *,
+    new: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """[R, H, Dv] over the slots [R, K] that each token chose: pages of one token each to the kernel."""
+    """[R, H, Dv] over the slots [R, K] that each token chose: pages of one token each to the kernel. new: as
+    of `attend_absorbed`."""
     from turnout.kernels.attention import latent
 
     spec, ends_R = paged.spec, (chosen_RK >= 0).sum(1)
     splits = latent.spans(max(1, len(q_RHD)), spec.num_heads, spec.index_topk, paged.processors)
-    return attend_absorbed(paged, cache_SC, q_RHD, up, chosen_RK, ends_R, splits=splits, page_size=1)
+    return attend_absorbed(paged, cache_SC, q_RHD, up, chosen_RK, ends_R, splits=splits, page_size=1, new=new)
