@@ -345,7 +345,8 @@ def row_attention(size: int) -> None:
     for heads, nope, value in ((16, 128, 128), (128, 128, 128), (20, 192, 256)):
         for kept in ((b16(size, 576), slots, LATENTS), None):
             latent_heads.absorbed(b16(size, heads, nope + 64), b16(heads, nope, 512), kept)
-        latent_heads.values(b16(size, heads, 512), b16(heads, value, 512))
+        if size <= latent_heads.MOST_OF_VALUES:
+            latent_heads.values(b16(size, heads, 512), b16(heads, value, 512))
 
 
 def windowed_attention(size: int) -> None:

@@ -21,11 +21,9 @@ from turnout.kernels.common.dependent import launches_early
 from turnout.kernels.common.row_gemm import PROCESSORS
 from turnout.kernels.common.sizes import power_of_two
 
-MOST = 256  # rows, above which the library's products take less
-MOST_ROWS = 64  # of a program
-HELD = 16 * 1024  # weights of a program that it loads before it waits
-FEW_ROWS = 16  # up to which those of values are among them
-DEPTH = 64  # of a step over the latent vector, of more rows
+MOST_ROWS, MOST_OF_VALUES = 256, 16  # above which the library's products take less
+ROWS = 64  # of a program, at most
+HELD = 16 * 1024  # weights of a program, which it loads before it waits
 
 
 @triton.jit(do_not_specialize=["N", "M"])
@@ -75,47 +73,30 @@ def absorb_heads(
 def values_of_heads(
     mixed_ptr, weight_ptr, out_ptr, head_stride, N, H,
     DV: tl.constexpr, LC: tl.constexpr, LCP: tl.constexpr, ROWS: tl.constexpr, VALUES: tl.constexpr,
-    DEPTH: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [N, H, DV] = mixed [N, H, LC] @ weight [H, DV, LC].T of each head.
+    """out [N, H, DV] = mixed [N, H, LC] @ weight [H, DV, LC].T of each head; up to ROWS rows.
 
-    A program has ROWS rows, VALUES of DV and a head. DEPTH: columns of a step; 0: all at once, whose weights
-    are loaded before it waits.
+    A program has all rows, VALUES of DV and a head.
     """
     if PDL:
         gdc_launch_dependents()
-    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    v = tl.program_id(1) * VALUES + tl.arange(0, VALUES)
-    h = tl.program_id(2)
-    held = (n < N)[:, None]
-    rows = n.to(tl.int64) * H + h
-    mixed_at = mixed_ptr + rows[:, None] * LC
+    n = tl.arange(0, ROWS)
+    v = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
+    h = tl.program_id(1)
+    k = tl.arange(0, LCP)
+    known = (k < LC)[None, :]
     weight_at = weight_ptr + h.to(tl.int64) * head_stride + v[:, None] * LC
-    made = (v < DV)[:, None]
-    if DEPTH == 0:
-        k = tl.arange(0, LCP)
-        known = (k < LC)[None, :]
-        weight = tl.load(weight_at + k[None, :], mask=made & known, other=0.0)
-        if PDL:
-            gdc_wait()
-        mixed = tl.load(mixed_at + k[None, :], mask=held & known, other=0.0)
-        acc = tl.dot(mixed, tl.trans(weight), input_precision="ieee")
-    else:
-        if PDL:
-            gdc_wait()
-        acc = tl.zeros([ROWS, VALUES], tl.float32)
-        for first in range(0, LC, DEPTH):
-            k = first + tl.arange(0, DEPTH)
-            known = (k < LC)[None, :]
-            mixed = tl.load(mixed_at + k[None, :], mask=held & known, other=0.0)
-            weight = tl.load(weight_at + k[None, :], mask=made & known, other=0.0)
-            acc = tl.dot(mixed, tl.trans(weight), acc, input_precision="ieee")
-    out_at = out_ptr + rows[:, None] * DV + v[None, :]
-    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=held & (v < DV)[None, :])
-
-
-def _rows_of(N: int) -> int:
-    return min(MOST_ROWS, max(16, power_of_two(N)))
+    weight = tl.load(weight_at + k[None, :], mask=(v < DV)[:, None] & known, other=0.0)
+    if PDL:
+        gdc_wait()
+    held = (n < N)[:, None]
+    rows = (n * H + h)[:, None]
+    mixed = tl.load(mixed_ptr + rows * LC + k[None, :], mask=held & known, other=0.0)
+    acc = tl.dot(mixed, tl.trans(weight), input_precision="ieee")
+    tl.store(
+        out_ptr + rows * DV + v[None, :], acc.to(out_ptr.dtype.element_ty), mask=held & (v < DV)[None, :]
+    )
 
 
 def _share(size: int, most: int, programs: int) -> int:
@@ -138,7 +119,8 @@ def absorbed(q_NHD: Tensor, weight_HDL: Tensor, kept: tuple[Tensor, Tensor, Tens
     if N:
         # Without anything to store these are not read.
         latent, slots, cache = kept or (q_NHD, torch.empty(0, dtype=torch.int64, device=q_NHD.device), q_NHD)
-        rows, early, depth = _rows_of(N), launches_early(q_NHD.device), max(16, power_of_two(DN))
+        rows, early = max(16, power_of_two(min(N, ROWS))), launches_early(q_NHD.device)
+        depth = max(16, power_of_two(DN))
         blocks = triton.cdiv(N, rows)
         columns = _share(LC, HELD // depth, blocks * H)
         absorb_heads[(blocks, triton.cdiv(LC, columns), H)](
@@ -150,17 +132,17 @@ def absorbed(q_NHD: Tensor, weight_HDL: Tensor, kept: tuple[Tensor, Tensor, Tens
 
 
 def values(mixed_NHL: Tensor, weight_HVL: Tensor) -> Tensor:
-    """[N, H, DV]; see `values_of_heads`. mixed: contiguous; weight [H, DV, LC], whose rows are."""
+    """[N, H, DV] of up to MOST_OF_VALUES rows; see `values_of_heads`.
+
+    mixed: contiguous; weight [H, DV, LC], whose rows are.
+    """
     (N, H, LC), DV = mixed_NHL.shape, weight_HVL.shape[1]
     out_NHV = mixed_NHL.new_empty(N, H, DV)
     if N:
-        rows, early, width = _rows_of(N), launches_early(mixed_NHL.device), max(16, power_of_two(LC))
-        few = rows <= FEW_ROWS
-        blocks = triton.cdiv(N, rows)
-        share = _share(DV, HELD // width if few else 128, blocks * H)
-        values_of_heads[(blocks, triton.cdiv(DV, share), H)](
+        width, early = max(16, power_of_two(LC)), launches_early(mixed_NHL.device)
+        share = _share(DV, HELD // width, H)
+        values_of_heads[(triton.cdiv(DV, share), H)](
             mixed_NHL, weight_HVL, out_NHV, weight_HVL.stride(0), N, H,
-            DV, LC, width, rows, share, 0 if few else DEPTH, early,
-            num_warps=4, num_stages=3, launch_pdl=early,
+            DV, LC, width, MOST_OF_VALUES, share, early, num_warps=4, launch_pdl=early,
         )  # fmt: skip
     return out_NHV

@@ -313,8 +313,8 @@ def attend_absorbed(
     new: what these tokens leave in the cache first, [R, C], and in which slots [R]; None: it is there."""
     from turnout.kernels.attention import latent, latent_heads
 
-    spec, few = paged.spec, len(q_RHD) <= latent_heads.MOST
-    if few:
+    spec, R = paged.spec, len(q_RHD)
+    if R <= latent_heads.MOST_ROWS:
         kept = new and (new[0].contiguous(), new[1], cache_SC)
         q_RHC = latent_heads.absorbed(q_RHD.contiguous(), up.keys_HNL, kept)
     else:
@@ -331,7 +331,9 @@ def attend_absorbed(
         splits=splits,
         scale=spec.scale,
     )
-    return latent_heads.values(mixed_RHL, up.values_HVL) if few else up.values(mixed_RHL)
+    if R <= latent_heads.MOST_OF_VALUES:
+        return latent_heads.values(mixed_RHL, up.values_HVL)
+    return up.values(mixed_RHL)
 
 
 def attend_chosen(
