@@ -26,7 +26,7 @@ ROWS = 64  # of a program, at most
 HELD = 16 * 1024  # weights of a program, which it loads before it waits
 
 
-@triton.jit(do_not_specialize=["N", "M"])
+@triton.jit(do_not_specialize=["N", "M"], do_not_specialize_on_alignment=["slots_ptr"])
 def absorb_heads(
     q_ptr, weight_ptr, latent_ptr, slots_ptr, cache_ptr, out_ptr, head_stride, N, M, H,
     DN: tl.constexpr, DNP: tl.constexpr, DR: tl.constexpr, DRP: tl.constexpr, LC: tl.constexpr,

@@ -85,7 +85,7 @@ class HttpWorkers:
         self._listener, self._engine, self._metrics = listener, engine, metrics
         self._folder = TemporaryDirectory(prefix="turnout_http_")
         self._head = f"{self._folder.name}/http"
-        self._start = pickle.dumps((config, self._head))
+        self._start = pickle.dumps(config)
         self._count = count
         self._workers: dict[int, HttpWorker] = {}
         self._next = 0  # number of the worker that gets the next connection
@@ -179,7 +179,7 @@ class HttpWorkers:
             pair = (str(theirs.fileno()), str(taking.fileno()))
             with signals_held():
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", MODULE, *pair),
+                    *(sys.executable, "-m", MODULE, *pair, self._head),
                     pass_fds=(theirs.fileno(), taking.fileno()),
                     stdin=PIPE,
                 )

@@ -1,7 +1,9 @@
-"""A process that serves HTTP for the head: `python -m turnout.server.http_workers.worker MESSAGES SOCKETS`.
+"""A process that serves HTTP for the head.
 
-Two inherited sockets bring messages and connections; their end means that the head is gone. Standard input
-brings the configuration, and the Unix socket on which the head serves HTTP to workers, pickled.
+    python -m turnout.server.http_workers.worker MESSAGES CONNECTIONS HEAD
+
+Two inherited sockets bring messages and connections; their end means that the head is gone. HEAD is the Unix
+socket on which it serves HTTP to workers. Standard input brings the configuration, pickled.
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ class Worker:
     def _left_alone(self) -> None:
         """The head is gone."""
         if not self._told_to_stop.is_set():
-            shutil.rmtree(Path(self._head).parent, ignore_errors=True)
+            remove_socket_of(self._head)
             os._exit(1)
 
     def _receive(self, message: ToWorker) -> None:
@@ -170,11 +172,20 @@ class Worker:
             task.add_done_callback(self._adopted.discard)
 
 
-def main(messages: str, connections: str) -> int:
+def remove_socket_of(head: str) -> None:
+    """With its folder, which was made for it: the head is gone."""
+    shutil.rmtree(Path(head).parent, ignore_errors=True)
+
+
+def main(messages: str, connections: str, head: str) -> int:
     """The exit code."""
     leave_signals_to_launcher()
     map_large_blocks()
-    config, head = pickle.load(sys.stdin.buffer)
+    try:
+        config = pickle.load(sys.stdin.buffer)
+    except (EOFError, pickle.UnpicklingError):  # the head was killed before all of it was written
+        remove_socket_of(head)
+        return 1
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # of requests to the head
     sockets = [socket.socket(fileno=int(number)) for number in (messages, connections)]
