@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from tests.kernels import interpreted
 from tests.kernels.compiled import compiled, machine_code
@@ -285,3 +286,19 @@ def test_prompts_compile_as_designed(first: int, more: int, value: int, tmp_path
     assert "cp.async.bulk.tensor" in done.asm["ptx"]
     _, needed = machine_code(done, tmp_path)
     assert " STACK:0" in needed, needed
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "device", "taken"),
+    [
+        (16, torch.bfloat16, "cuda", True),
+        (17, torch.bfloat16, "cuda", False),
+        (1, torch.float32, "cuda", False),
+        (1, torch.float32, "cpu", True),
+    ],
+)
+def test_products_by_head_of_few_rows_of_16_bits(rows: int, dtype: torch.dtype, device: str, taken: bool):
+    from turnout.kernels.attention.latent_heads import MOST_OF_VALUES, takes
+
+    with FakeTensorMode():
+        assert takes(torch.empty(rows, 4, 512, dtype=dtype, device=device), MOST_OF_VALUES) == taken

@@ -108,6 +108,11 @@ def _share(size: int, most: int, programs: int) -> int:
     return share
 
 
+def takes(x_NHX: Tensor, most: int) -> bool:
+    """Whether there are up to `most` rows, of 16 bits: in float32 the library takes less on a GPU."""
+    return len(x_NHX) <= most and (x_NHX.element_size() == 2 or not x_NHX.is_cuda)
+
+
 def absorbed(q_NHD: Tensor, weight_HDL: Tensor, kept: tuple[Tensor, Tensor, Tensor] | None = None) -> Tensor:
     """Queries [N, H, C] of latent attention; see `absorb_heads`.
 

@@ -313,8 +313,8 @@ def attend_absorbed(
     new: what these tokens leave in the cache first, [R, C], and in which slots [R]; None: it is there."""
     from turnout.kernels.attention import latent, latent_heads
 
-    spec, R = paged.spec, len(q_RHD)
-    if R <= latent_heads.MOST_ROWS:
+    spec = paged.spec
+    if latent_heads.takes(q_RHD, latent_heads.MOST_ROWS):
         kept = new and (new[0].contiguous(), new[1], cache_SC)
         q_RHC = latent_heads.absorbed(q_RHD.contiguous(), up.keys_HNL, kept)
     else:
@@ -331,7 +331,7 @@ def attend_absorbed(
         splits=splits,
         scale=spec.scale,
     )
-    if R <= latent_heads.MOST_OF_VALUES:
+    if latent_heads.takes(mixed_RHL, latent_heads.MOST_OF_VALUES):
         return latent_heads.values(mixed_RHL, up.values_HVL)
     return up.values(mixed_RHL)
 
