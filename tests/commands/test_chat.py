@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -86,6 +87,10 @@ class Terminal:
     """A process in a terminal of its own, and what it has shown."""
 
     def __init__(self, words: list[str]):
+        def prepare() -> None:
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C is for this process
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # which what runs tests may ignore
+
         self._master, slave = pty.openpty()
         self.process = subprocess.Popen(
             words,
@@ -93,7 +98,7 @@ class Terminal:
             stdout=slave,
             stderr=slave,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is for this process
+            preexec_fn=prepare,
             env=os.environ | {"TERM": "xterm"},
         )
         os.close(slave)
