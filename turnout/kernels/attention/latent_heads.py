@@ -142,6 +142,7 @@ def values(mixed_NHL: Tensor, weight_HVL: Tensor) -> Tensor:
     mixed: contiguous; weight [H, DV, LC], whose rows are.
     """
     (N, H, LC), DV = mixed_NHL.shape, weight_HVL.shape[1]
+    assert N <= MOST_OF_VALUES, "see `takes`"
     out_NHV = mixed_NHL.new_empty(N, H, DV)
     if N:
         width, early = max(16, power_of_two(LC)), launches_early(mixed_NHL.device)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -64,11 +65,10 @@ class LatentRows(StoredAttention):
     def latent(
         self, layer: int, q_NHD: Tensor, latent_NC: Tensor, up: UpProjection, index: Index | None = None
     ) -> Tensor:
-        cache_SC = self._latents.layer_cache(layer)
+        new = latent_NC, self._slots_N
         return attend_absorbed(
-            self._latents, cache_SC, q_NHD, up, self._table_NP, self._ends_N,
-            splits=self._splits, new=(latent_NC, self._slots_N),
-        )  # fmt: skip
+            self._latents, layer, q_NHD, up, self._table_NP, self._ends_N, splits=self._splits, new=new
+        )
 
 
 class SparseLatentRows(StoredAttention):
@@ -86,8 +86,8 @@ class SparseLatentRows(StoredAttention):
         if index is not None:
             keys_SD = plain_keys(paged, layer, self._slots_N, index)
             self._chosen_NK = choose_rows(paged, keys_SD, index, self._table_NP, self._ends_N)
-        cache_SC, new = paged.layer_cache(layer), (latent_NC, self._slots_N)
-        return attend_chosen(paged, self._chosen_NK, cache_SC, q_NHD, up, new=new)
+        new = latent_NC, self._slots_N
+        return attend_chosen(paged, layer, self._chosen_NK, q_NHD, up, new=new)
 
 
 class LatentStep(StoredAttention):
@@ -114,17 +114,14 @@ class LatentStep(StoredAttention):
     ) -> Tensor:
         paged, M = self._paged, self._num_decoding
         assert isinstance(paged, LatentAttention)
-        if len(q_NHD) == M:
-            cache_SC, new = paged.layer_cache(layer), (latent_NC, self._slots_N)
-        else:
-            cache_SC, new = paged.store(layer, self._slots_N, latent_NC), None
-        out_MHV = attend_absorbed(
-            paged, cache_SC, q_NHD[:M], up, self._table_MP, self._ends_M, splits=self._splits, new=new
+        decode = partial(
+            attend_absorbed, paged, layer, q_NHD[:M], up, self._table_MP, self._ends_M, splits=self._splits
         )
         if len(q_NHD) == M:
-            return out_MHV
+            return decode(new=(latent_NC, self._slots_N))
+        cache_SC = paged.store(layer, self._slots_N, latent_NC)
         out_NHV = q_NHD.new_empty(len(q_NHD), *up.values_size)
-        out_NHV[:M] = out_MHV
+        out_NHV[:M] = decode()
         if self._prompts is not None:
             self._prompts.attend(cache_SC, q_NHD, latent_NC, up, paged.spec.scale, out_NHV)
         for chunk in self._chunks:
@@ -233,7 +230,7 @@ class SparseLatentStep(LatentStep):
         for chosen, rows in zip(self._chosen, self._rows(), strict=True):
             q_RHD = q_NHD[rows]
             if chosen is not None:
-                parts.append(attend_chosen(paged, chosen, cache_SC, q_RHD, up))
+                parts.append(attend_chosen(paged, layer, chosen, q_RHD, up))
             else:
                 chunk = self._chunks[len(parts) - 1]
                 parts.append(paged.attend_chunk(chunk, cache_SC, q_RHD, latent_NC[rows], up))
@@ -299,7 +296,7 @@ def choose_rows(
 
 def attend_absorbed(
     paged: LatentAttention,
-    cache_SC: Tensor,
+    layer: int,
     q_RHD: Tensor,
     up: UpProjection,
     table_RP: Tensor,
@@ -313,13 +310,13 @@ def attend_absorbed(
     new: what these tokens leave in the cache first, [R, C], and in which slots [R]; None: it is there."""
     from turnout.kernels.attention import latent, latent_heads
 
-    spec = paged.spec
+    spec, cache_SC = paged.spec, paged.layer_cache(layer)
     if latent_heads.takes(q_RHD, latent_heads.MOST_ROWS):
         kept = new and (new[0].contiguous(), new[1], cache_SC)
         q_RHC = latent_heads.absorbed(q_RHD.contiguous(), up.keys_HNL, kept)
     else:
         if new is not None:
-            cache_SC.index_copy_(0, new[1], new[0])
+            paged.store(layer, new[1], new[0])
         q_RHC = up.absorb(q_RHD)
     mixed_RHL = latent.attend(
         q_RHC,
@@ -338,8 +335,8 @@ def attend_absorbed(
 
 def attend_chosen(
     paged: SparseLatentAttention,
+    layer: int,
     chosen_RK: Tensor,
-    cache_SC: Tensor,
     q_RHD: Tensor,
     up: UpProjection,
     *,
@@ -351,4 +348,4 @@ def attend_chosen(
 
     spec, ends_R = paged.spec, (chosen_RK >= 0).sum(1)
     splits = latent.spans(max(1, len(q_RHD)), spec.num_heads, spec.index_topk, paged.processors)
-    return attend_absorbed(paged, cache_SC, q_RHD, up, chosen_RK, ends_R, splits=splits, page_size=1, new=new)
+    return attend_absorbed(paged, layer, q_RHD, up, chosen_RK, ends_R, splits=splits, page_size=1, new=new)
