@@ -77,7 +77,7 @@ def rows(model: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]],
             bench = ServeBench(
                 input_len=options.input_len,
                 output_len=options.output_len,
-                num_prompts=max(16, 4 * concurrency),
+                num_prompts=max(16, options.waves * concurrency),
                 max_concurrency=concurrency,
                 seed=2 * i,
             )
@@ -96,6 +96,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--waves", type=int, default=4, help="prompts for each client, 16 in all at least")
     parser.add_argument("--base-url", default="")
     parser.add_argument("--flags", default="", help="how the server was started, for the record")
     parser.add_argument("--output", type=Path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import statistics
@@ -69,8 +68,8 @@ def test_a_row_follows_from_its_traces(monkeypatch):
         Trace(ttft=0.3, latency=0.3, gaps=[], tokens=1),
     ]
 
-    async def load(*_: object) -> list[Trace]:
-        return traces
+    async def load(*_: object) -> tuple[list[Trace], float]:
+        return traces, 4.5
 
     monkeypatch.setattr(serve, "_load", load)
     row = measure(ServeBench(num_prompts=3), "")
@@ -84,6 +83,7 @@ def test_a_row_follows_from_its_traces(monkeypatch):
     assert row["median_e2el_ms"] == pytest.approx(400)
     assert row["p99_e2el_ms"] == pytest.approx(2500)
     assert row["output_tokens"] == 9
+    assert row["output_throughput"] == pytest.approx(9 / 4.5)
 
 
 @contextmanager
@@ -211,7 +211,7 @@ def test_a_stream_that_ends_with_an_error(scripted):
 
 def test_refusals_of_the_server_are_shown(base_url):
     with pytest.raises(UserError, match="HTTP 400"):
-        asyncio.run(serve._stream(base_url, "tiny", [1], ServeBench(output_len=100_000)))
+        measure(ServeBench(output_len=100_000), base_url)
 
 
 @pytest.mark.parametrize(

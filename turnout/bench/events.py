@@ -8,59 +8,99 @@ of many events at once, and nothing for what httpx does around each read.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping
 from urllib.parse import urlsplit
 
 from turnout.errors import UserError
 
 LIMIT = 1 << 20  # bytes of a line
+FRESH = 1.0  # seconds; servers close a connection that was idle for longer, the shortest-tempered after 5
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def post(
+class Connections:
+    """Connections to one server. The next request takes one whose last answer was read to its end, as
+    clients of general use do; a request of its own connection costs both ends some tenths of a millisecond.
+    """
+
+    def __init__(self, base_url: str, headers: Mapping[str, str] | None = None):
+        """`base_url`: such as http://host:port/v1. headers: of each request."""
+        self.base_url = base_url.rstrip("/")
+        self._url = urlsplit(self.base_url)
+        self._more = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
+        self._idle: list[tuple[float, Connection]] = []  # (since when, which)
+
+    async def post(self, path: str, body: bytes, *, keep: bool = True) -> AsyncIterator[bytes]:
+        """The data of each event of `path`'s answer to a JSON body. keep: the connection, for the next one.
+
+        Raises UserError for any status but 200, OSError if the connection fails or ends early.
+        """
+        reader, writer = connection = await self._connection()
+        whole = False
+        try:
+            head = (
+                f"POST {self._url.path}/{path} HTTP/1.1\r\nHost: {self._url.netloc}\r\n"
+                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+            )
+            close = "" if keep else "Connection: close\r\n"
+            writer.write(f"{head}{close}{self._more}\r\n".encode() + body)
+            status, chunked, kept = await _head(reader)
+            pieces = _chunks(reader) if chunked else _rest(reader)
+            if status != 200:
+                text = b"".join([piece async for piece in pieces]).decode(errors="replace")
+                raise UserError(f"{self.base_url}: HTTP {status}: {text[:500]}")
+            line = b""
+            async for piece in pieces:
+                *lines, line = (line + piece).split(b"\n")
+                for found in lines:
+                    if found.startswith(b"data: "):
+                        yield found[6:].rstrip()
+            whole = chunked and kept and keep
+        except asyncio.IncompleteReadError:
+            raise ConnectionError("the server hung up") from None
+        finally:
+            if whole:
+                self._idle.append((time.monotonic(), connection))
+            else:
+                writer.close()
+
+    async def _connection(self) -> Connection:
+        while self._idle:
+            since, (reader, writer) = self._idle.pop()
+            if time.monotonic() - since < FRESH and not reader.at_eof():
+                return reader, writer
+            writer.close()
+        secure = self._url.scheme == "https"
+        port = self._url.port or (443 if secure else 80)
+        return await asyncio.open_connection(self._url.hostname, port, ssl=secure or None, limit=LIMIT)
+
+    def close(self) -> None:
+        """Close those that no request uses."""
+        while self._idle:
+            self._idle.pop()[1][1].close()
+
+
+def post(
     base_url: str, path: str, body: bytes, headers: Mapping[str, str] | None = None
 ) -> AsyncIterator[bytes]:
-    """The data of each event of `base_url`/`path`'s answer to a JSON body.
-
-    Raises UserError for any status but 200, OSError if the connection fails or ends early.
-    """
-    url = urlsplit(f"{base_url.rstrip('/')}/{path}")
-    secure = url.scheme == "https"
-    port = url.port or (443 if secure else 80)
-    reader, writer = await asyncio.open_connection(url.hostname, port, ssl=secure or None, limit=LIMIT)
-    try:
-        head = (
-            f"POST {url.path} HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\nConnection: close\r\n"
-        )
-        more = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
-        writer.write(f"{head}{more}\r\n".encode() + body)
-        status, chunked = await _head(reader)
-        pieces = _chunks(reader) if chunked else _rest(reader)
-        if status != 200:
-            text = b"".join([piece async for piece in pieces]).decode(errors="replace")
-            raise UserError(f"{base_url}: HTTP {status}: {text[:500]}")
-        line = b""
-        async for piece in pieces:
-            *lines, line = (line + piece).split(b"\n")
-            for whole in lines:
-                if whole.startswith(b"data: "):
-                    yield whole[6:].rstrip()
-    except asyncio.IncompleteReadError:
-        raise ConnectionError("the server hung up") from None
-    finally:
-        writer.close()
+    """`Connections.post` over a connection of its own."""
+    return Connections(base_url, headers).post(path, body, keep=False)
 
 
-async def _head(reader: asyncio.StreamReader) -> tuple[int, bool]:
-    """(status, whether the body comes in chunks rather than up to the end of the connection)."""
-    words = (await _line(reader)).split()
-    if len(words) < 2 or not words[1].isdigit():
+async def _head(reader: asyncio.StreamReader) -> tuple[int, bool, bool]:
+    """(status, whether the body comes in chunks rather than up to the end of the connection, whether the
+    server keeps the connection)."""
+    version, *words = (await _line(reader)).split()
+    if not words or not words[0].isdigit():
         raise ConnectionError("the server does not speak HTTP")
-    chunked = False
+    chunked, kept = False, version == b"HTTP/1.1"
     while line := (await _line(reader)).strip():
         name, _, value = line.lower().partition(b":")
         chunked |= name == b"transfer-encoding" and b"chunked" in value
-    return int(words[1]), chunked
+        kept &= not (name == b"connection" and b"close" in value)
+    return int(words[0]), chunked, kept
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:
@@ -70,6 +110,8 @@ async def _line(reader: asyncio.StreamReader) -> bytes:
 async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     while size := int((await _line(reader)).partition(b";")[0], 16):
         yield (await reader.readexactly(size + 2))[:-2]
+    while (await _line(reader)).strip():  # trailers
+        pass
 
 
 async def _rest(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:

@@ -1,7 +1,8 @@
 """`turnout bench serve`: throughput and latencies of a server under load, over streaming HTTP.
 
-Times are host times at the client. TTFT: request sent to first token; ITL: between tokens of a stream;
-TPOT = (end-to-end latency - TTFT) / (output tokens - 1); E2EL: end-to-end latency.
+Times are host times at the client, from the first request on: prompts and what the server is asked about
+itself come before. A connection is kept for the next request. TTFT: request sent to first token; ITL: between
+tokens of a stream; TPOT = (end-to-end latency - TTFT) / (output tokens - 1); E2EL: end-to-end latency.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import random
 import statistics
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from turnout.bench.events import post
+from turnout.bench.events import Connections
 from turnout.bench.results import check_output, gpu_driver, result, save
 from turnout.config import ServerConfig, load
 from turnout.errors import UserError
@@ -129,10 +130,10 @@ def measure(bench: ServeBench, base_url: str, headers: Mapping[str, str] | None 
     cached_prompt_tokens: prompt tokens that the server took from its prefix cache meanwhile, None where it
     does not say.
     """
-    cached, start = "cached_prompt_tokens_total", time.perf_counter()
+    cached = "cached_prompt_tokens_total"
     before = counter(base_url, cached)
-    traces = asyncio.run(_load(bench, base_url, headers))
-    seconds, after = time.perf_counter() - start, counter(base_url, cached)
+    traces, seconds = asyncio.run(_load(bench, base_url, headers))
+    after = counter(base_url, cached)
     tokens = sum(trace.tokens for trace in traces)
     row: dict[str, Any] = {
         "num_prompts": bench.num_prompts,
@@ -168,12 +169,16 @@ def _summary(name: str, seconds: list[float]) -> dict[str, float]:
     }
 
 
-async def _load(bench: ServeBench, base_url: str, headers: Mapping[str, str] | None) -> list[Trace]:
+async def _load(
+    bench: ServeBench, base_url: str, headers: Mapping[str, str] | None
+) -> tuple[list[Trace], float]:
+    """(what each request experienced, seconds from the first one to the last one's end)."""
     gate = asyncio.Semaphore(bench.max_concurrency)
     rng = random.Random(bench.seed + 1)
     columns = (TextColumn("bench serve"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     async with httpx.AsyncClient(base_url=base_url.rstrip("/") + "/", headers=headers) as client:
         model = await served_model(client)
+    prompts = bench.prompts()
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("", total=bench.num_prompts)
 
@@ -181,32 +186,28 @@ async def _load(bench: ServeBench, base_url: str, headers: Mapping[str, str] | N
             async with gate:
                 try:
                     async with asyncio.timeout(TIMEOUT):
-                        trace = await _stream(base_url, model, prompt, bench, headers)
+                        trace = await _stream(connections, model, prompt, bench)
                 except (OSError, ValueError) as error:
                     why = error or type(error).__name__
                     raise UserError(f"{base_url}: a request failed ({why})") from None
             progress.advance(bar)
             return trace
 
+        start = time.perf_counter()
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = []
-                for prompt in bench.prompts():
-                    tasks.append(group.create_task(one(prompt)))
-                    if bench.request_rate != float("inf"):
-                        await asyncio.sleep(rng.expovariate(bench.request_rate))
+            with closing(Connections(base_url, headers)) as connections:
+                async with asyncio.TaskGroup() as group:
+                    tasks = []
+                    for prompt in prompts:
+                        tasks.append(group.create_task(one(prompt)))
+                        if bench.request_rate != float("inf"):
+                            await asyncio.sleep(rng.expovariate(bench.request_rate))
         except* UserError as errors:
             raise errors.exceptions[0] from None
-        return [task.result() for task in tasks]
+        return [task.result() for task in tasks], time.perf_counter() - start
 
 
-async def _stream(
-    base_url: str,
-    model: str,
-    prompt: list[int],
-    bench: ServeBench,
-    headers: Mapping[str, str] | None = None,
-) -> Trace:
+async def _stream(connections: Connections, model: str, prompt: list[int], bench: ServeBench) -> Trace:
     body: dict[str, Any] = {
         "model": model,
         "prompt": prompt,
@@ -219,7 +220,7 @@ async def _stream(
         body["ignore_eos"] = True
     body |= bench.extra
     trace, start, last = Trace(), time.perf_counter(), 0.0
-    async for data in post(base_url, "completions", msgspec.json.encode(body), headers):
+    async for data in connections.post("completions", msgspec.json.encode(body)):
         if data == b"[DONE]":
             continue
         event = msgspec.json.decode(data)

@@ -1,0 +1,125 @@
+"""Which connection a request takes, seen from the standard library's HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import aclosing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from turnout.bench import events
+from turnout.bench.events import Connections, post
+from turnout.errors import UserError
+
+
+class Counting(BaseHTTPRequestHandler):
+    """Answers with two events in chunks, and a trailer; notes the port of each request's connection."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.ports.append(self.client_address[1])
+        self.send_response(404 if self.path == "/v1/missing" else 200)
+        self.send_header("Transfer-Encoding", "chunked")
+        if self.path == "/v1/close":
+            self.send_header("Connection", "close")
+        self.end_headers()
+        for event in b"data: 1\n\n", b"data: 2\n\n":
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(event), event))
+        self.wfile.write(b"0\r\nX-Trailer: 1\r\n\r\n")
+        if self.path == "/v1/gone":  # without having said so
+            self.close_connection = True
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def counting():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Counting) as server:
+        server.ports, server.daemon_threads = [], True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def connections_of(server: ThreadingHTTPServer, use: Callable[[Connections], Coroutine]) -> list[int]:
+    """The connections of the server's requests, numbered as they came."""
+
+    async def run() -> None:
+        connections = Connections(f"http://127.0.0.1:{server.server_port}/v1")
+        await use(connections)
+        connections.close()
+
+    asyncio.run(run())
+    seen: dict[int, int] = {}
+    return [seen.setdefault(port, len(seen)) for port in server.ports]
+
+
+async def read(stream: AsyncIterator[bytes]) -> None:
+    assert [event async for event in stream] == [b"1", b"2"]
+
+
+def test_the_next_request_takes_a_connection_that_is_free(counting):
+    async def use(connections: Connections) -> None:
+        await read(connections.post("a", b"{}"))
+        await read(connections.post("a", b"{}"))
+        first = connections.post("a", b"{}")
+        await anext(first)  # its connection is at work
+        await read(connections.post("a", b"{}"))
+        assert [event async for event in first] == [b"2"]
+        await asyncio.gather(read(connections.post("a", b"{}")), read(connections.post("a", b"{}")))
+
+    *before, one, another = connections_of(counting, use)
+    assert before == [0, 0, 0, 1]
+    assert {one, another} == {0, 1}
+
+
+async def left_early(connections: Connections) -> None:
+    async with aclosing(connections.post("a", b"{}")) as stream:
+        await anext(stream)
+
+
+async def refused(connections: Connections) -> None:
+    with pytest.raises(UserError, match="HTTP 404: data: 1"):
+        await read(connections.post("missing", b"{}"))
+
+
+async def said_to_close(connections: Connections) -> None:
+    await read(connections.post("close", b"{}"))
+
+
+async def closed_unasked(connections: Connections) -> None:
+    await read(connections.post("gone", b"{}"))
+    [(_, (reader, _))] = connections._idle
+    async with asyncio.timeout(60):
+        assert await reader.read() == b""
+
+
+async def of_its_own(connections: Connections) -> None:
+    await read(post(connections.base_url, "a", b"{}"))
+
+
+@pytest.mark.parametrize("before", [left_early, refused, said_to_close, closed_unasked, of_its_own])
+def test_a_connection_is_not_kept(before, counting):
+    async def use(connections: Connections) -> None:
+        await before(connections)
+        await read(connections.post("a", b"{}"))
+
+    assert connections_of(counting, use) == [0, 1]
+
+
+def test_a_connection_is_not_kept_for_long(counting, monkeypatch):
+    monkeypatch.setattr(events, "FRESH", 0.01)
+
+    async def use(connections: Connections) -> None:
+        await read(connections.post("a", b"{}"))
+        time.sleep(0.02)  # so that nothing else happens meanwhile
+        await read(connections.post("a", b"{}"))
+
+    assert connections_of(counting, use) == [0, 1]
