@@ -21,11 +21,13 @@ from turnout.engine.core import EngineCore
 from turnout.engine.ranks.step_sync import StepSync, SyncedStep
 from turnout.engine.scheduler.scheduler import Chunk
 from turnout.engine.step.cuda_graphs import Computed
+from turnout.engine.step.forward import Forward
 from turnout.engine.warmup import Tuner
 from turnout.models.interface import Step
 from turnout.moe.backends.flashinfer import autotune
 from turnout.parallel.exchange import StepRecord
 from turnout.parallel.groups import SINGLE_RANK
+from turnout.parallel.topology import Topology
 
 SPEC = make_spec("silu", "bf16", intermediate_size=128)
 DRAFT = make_spec("silu", "fp8", intermediate_size=128)  # of layer 3
@@ -133,6 +135,32 @@ def test_first_prompts_go_the_ways_of_steps(decoding: list[int]):
     assert [count for _, count in graphs.steps] == [size for size in sizes if size <= 24]
     decode = range(max(decoding, default=0) + 1, 7)
     assert eagerly == [size for size in sizes if size > 24 or size in decode]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_first_prompts_of_data_parallel_ranks_are_uneven_too(rank: int):
+    """A rank with few tokens computes them eagerly next to one with more than graphs hold."""
+    model = ToyModel()
+    core = make_core(model, num_pages=64, max_context=128, max_prefill_tokens=40, max_running_requests=6)
+    topology = Topology(tp_size=2, dp_size=2, ep_size=2, enable_dp_attention=True, rank=rank)
+    plan = dataclasses.replace(core.engine_plan, topology=topology)
+    core._forward = Forward(plan, core._model, core._attention)
+    graphs = with_prefill_graphs(core, [4, 24])
+    free, eagerly, compute = core._scheduler.kv.pools[0].num_available, [], core._forward.eagerly
+
+    def noted(chunks: Sequence[Chunk], synced: SyncedStep) -> Computed:
+        eagerly.append((sum(chunk.length for chunk in chunks), synced.tokens))
+        return compute(chunks, synced)
+
+    core._forward.eagerly = noted
+    with torch.inference_mode():
+        warmup.first_prompts(plan, core._forward, model, core._scheduler.kv, None)
+    sizes = [*warmup.prompt_sizes(40, 1), 2, 4, 6]
+    alike, uneven = eagerly[:-2], eagerly[-2:]
+    assert alike == [(size, (size, size)) for size in sizes]
+    assert uneven == [([40, 1][rank], (40, 1)), ([1, 40][rank], (1, 40))]
+    assert [count for _, count in graphs.steps] == [size for size in sizes if size <= 24]
+    assert core._scheduler.kv.pools[0].num_available == free
 
 
 class Machine(ToyModel):

@@ -187,6 +187,8 @@ def first_prompts(
         if progress is not None:
             progress("compiling", done, len(steps))
         _first_prompts(engine_plan, forward, model, kv, lengths, forward.ways(sum(lengths)), draw=not done)
+    for parity in (0, 1) if engine_plan.topology.dp_size > 1 else ():
+        _uneven_prompts(engine_plan, forward, kv, _cut(sizes[-1], room), parity)
     model.reset_counts()
 
 
@@ -220,6 +222,21 @@ def _first_prompts(
         words = -(-logits_SV.shape[1] // 32)
         forbid(logits_SV, torch.full((len(logits_SV), words), -1, dtype=torch.int32).to(logits_SV.device))
         draw_ordered(logits_SV[:1].float(), [SamplingParams(temperature=1.0, top_p=0.5)], [0.5])
+    for chunk in chunks:
+        kv.release(chunk.request)
+
+
+def _uneven_prompts(
+    engine_plan: EnginePlan, forward: Forward, kv: KVCache, lengths: Sequence[int], parity: int
+) -> None:
+    """A step of prompts of these lengths on every other data-parallel rank, from `parity` on, and of one
+    token on those between: what an exchange launches depends on what other ranks bring."""
+    dp_rank, ranks = engine_plan.topology.dp_rank, range(engine_plan.topology.dp_size)
+    each = tuple(sum(lengths) if rank % 2 == parity else 1 for rank in ranks)
+    chunks = _prompts(engine_plan, lengths if dp_rank % 2 == parity else [1])
+    for chunk in chunks:
+        kv.admit(chunk.request, chunk.length, spare=0)
+    forward(chunks, _step_of(Phase.PREFILL, each, max(lengths)))
     for chunk in chunks:
         kv.release(chunk.request)
 
@@ -320,10 +337,11 @@ def _run(forward: Forward, chunks: list[Chunk], synced: SyncedStep) -> float:
 
 def _alike(engine_plan: EnginePlan, phase: Phase, lengths: Sequence[int]) -> SyncedStep:
     """A step to which every rank brings prompts of these lengths."""
-    each = (sum(lengths),) * engine_plan.topology.dp_size
-    return SyncedStep(
-        phase=phase, tokens=each, longest=max(lengths), commands=0, pending=False, leaving=False
-    )
+    return _step_of(phase, (sum(lengths),) * engine_plan.topology.dp_size, max(lengths))
+
+
+def _step_of(phase: Phase, tokens: tuple[int, ...], longest: int) -> SyncedStep:
+    return SyncedStep(phase=phase, tokens=tokens, longest=longest, commands=0, pending=False, leaving=False)
 
 
 def _room(engine_plan: EnginePlan, kv: KVCache) -> tuple[int, int]:

@@ -7,12 +7,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import triton
+import triton.language as tl
+from triton import knobs
 from triton.language import dtype
 from triton.runtime import jit
+from triton.runtime.jit import create_function_from_signature
 
+from tests.kernels.bound import BACKEND
 from turnout.kernels.common import compilation
-from turnout.kernels.common.compilation import Record
+from turnout.kernels.common.compilation import CompilationCounter, Record
 
 
 @triton.jit
@@ -59,3 +64,29 @@ def test_kernels_that_time_themselves_learn_nothing_where_nothing_is_launched():
         tuned[(1,)]()
     assert not tuned.cache
     assert "run" in vars(type(tuned))  # Triton's own again
+
+
+def test_what_is_compiled_while_serving_is_counted_and_named(caplog: pytest.LogCaptureFixture):
+    """By the hook that Triton calls, with what its own binder makes of arguments."""
+
+    @triton.jit(do_not_specialize=["rows"])
+    def scale(x_ptr, y_ptr, rows, columns, factor, SIZE: tl.constexpr, KIND: tl.constexpr):
+        pass
+
+    x = torch.empty(64, dtype=torch.bfloat16)
+    binder = create_function_from_signature(scale.signature, scale.params, BACKEND)
+    bound, found, rest = binder(x, x[1:], 5, 32, 0.5, SIZE=128, KIND="nvfp4", num_warps=8, debug=False)
+    options, signature, constants, attributes = scale._pack_args(BACKEND, rest, bound, found, rest)
+    counter = CompilationCounter()
+    counter.start()
+    try:
+        key = jit.compute_cache_key({}, found, rest)
+        hook = knobs.runtime.jit_post_compile_hook
+        scale._call_hook(hook, key, signature, 0, constants, options, [attributes], False)
+    finally:
+        counter.stop()
+    assert counter.count == 1
+    said = (
+        "scale(x_ptr: *bf16 of 16, y_ptr: *bf16, rows: i32, columns: i32 of 16, factor: fp32, SIZE=128, KIND="
+    )
+    assert f"{said}nvfp4), 8 warps" in caplog.text

@@ -59,7 +59,7 @@ class Forward:
         self._deterministic = engine_plan.config.deterministic
         self._drafts_by_layer = engine_plan.config.drafts_by_layer
         self._two_batches = engine_plan.plan.two_batches
-        self._dp_rank = engine_plan.topology.dp_rank
+        self._dp_rank, self._dp_size = engine_plan.topology.dp_rank, engine_plan.topology.dp_size
         self._most_decoding = engine_plan.config.max_running_requests * engine_plan.budget.tokens_per_request
         drawn = 0 if why_no_overlap(engine_plan) else engine_plan.config.max_running_requests
         self._drawn_R = torch.zeros(drawn, dtype=torch.int64, device=attention.device)
@@ -116,12 +116,13 @@ class Forward:
         return self.eagerly(chunks, synced)
 
     def ways(self, tokens: int) -> tuple[bool, bool]:
-        """How steps of so many tokens may be computed: eagerly, and as graphs if they have prompt tokens."""
+        """How steps of so many tokens may be computed: eagerly, and as graphs if they have prompt tokens. A
+        rank next to one whose tokens no graph holds computes its own eagerly, however few."""
         prefill, decode = self.prefill_graphs, self.graphs
         if prefill is None or tokens > prefill.sizes[-1]:
             return True, False
         decodes_eagerly = tokens <= self._most_decoding and (decode is None or tokens > decode.sizes[-1])
-        return decodes_eagerly, True
+        return decodes_eagerly or self._dp_size > 1, True
 
     def eagerly(self, chunks: Sequence[Chunk], synced: SyncedStep) -> Computed:
         """As a call, without graphs; all ranks alike."""

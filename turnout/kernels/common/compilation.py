@@ -186,6 +186,19 @@ def _launching_nothing() -> Iterator[None]:
         yield
 
 
+def specialization(kernel: str, compiled: dict[str, Any]) -> str:
+    """What a kernel was compiled for, of what Triton tells its hooks: the values of constants, the types of
+    the rest and which of them are multiples of 16, and the number of warps."""
+    [attributes] = compiled["configs"]
+    words = []
+    for i, (name, kind) in enumerate(compiled["signature"].items()):
+        if (i,) in compiled["constants"]:
+            words.append(f"{name}={compiled['constants'][i,]}")
+        else:
+            words.append(f"{name}: {kind}" + (" of 16" if attributes.get((i,)) else ""))
+    return f"{kernel}({', '.join(words)}), {compiled['num_warps']} warps"
+
+
 class CompilationCounter:
     """How many kernels were compiled, or loaded from Triton's cache on disk, since `start`, in this process.
 
@@ -204,9 +217,9 @@ class CompilationCounter:
     def stop(self) -> None:
         knobs.runtime.jit_post_compile_hook = None
 
-    def _note(self, *, repr: str, **_: Any) -> None:
+    def _note(self, *, fn: Any, compile: dict[str, Any], **_: Any) -> None:
         self.count += 1
-        log.warning("compiled while serving: %s", repr)
+        log.warning("compiled while serving: %s", specialization(fn.name, compile))
 
 
 def compilers() -> Executor:
