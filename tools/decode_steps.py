@@ -11,11 +11,11 @@ step, which may overlap, by PARTS as well, and `busy` is the part of the profile
 ran. A profiled graph starts about 0.1 ms late, so `step_busy` relates the time in which kernels ran to
 `step_ms`, which no profiler saw. `replay_ms` is what a replay of the step's graph takes, the median of groups
 of them on the GPU's clock: a busy host does not lengthen it. `floor_share` is the time that reading the
-step's bytes takes at BYTES_PER_S over the step's: weights outside experts without the input embedding,
-experts as far as uniform routing reaches them, what attention sees of the cache, and states of requests,
-which are written too. Prompts of --prefill tokens are timed from their arrival to the first token of the
-last, the median of TIMES. Other flags of the engine are read from the environment. `copy_share` is the time
-that the same bytes take at this GPU's own copy rate, `copied_bytes_per_s`, over a replay's.
+step's bytes takes at BYTES_PER_S over the step's, and `roofline_ms` that of its parts if each takes as long
+as its bytes or its products, whichever is longer (step_floor.py). Prompts of --prefill tokens are timed from
+their arrival to the first token of the last, the median of TIMES. Other flags of the engine are read from the
+environment. `copy_share` is the time that the same bytes take at this GPU's own copy rate,
+`copied_bytes_per_s`, over a replay's.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from tools.command_line import parser_for
 from tools.kernel_timing import BYTES_PER_S, copied_bytes_per_s
+from tools.step_floor import work_of_step
 from tools.timeline import busy, covered
 from turnout import LLM, SamplingParams
 from turnout.attention.caches import AttentionCaches
-from turnout.attention.kinds import AttentionSpec, CompressedSpec, SparseLatentSpec
 from turnout.bench.results import device_of, result, save
 from turnout.engine.core import EngineCore
 from turnout.engine.messages import AddRequest
@@ -157,29 +157,17 @@ class Bench:
         replays = replay_ms(core)
         core.abort(ids)
         core.step()
-        nbytes = self._bytes_read(core, requests)
+        tokens = context + STEPS // 2
+        work = work_of_step(self._llm.info(), core._forward._attention, requests, tokens)
+        nbytes = sum(part.nbytes for part in work.values())
+        roofline_ms = 1e3 * sum(part.seconds for part in work.values())
         if replays:
             at_a_copys_rate = nbytes / self.loaded["copied_bytes_per_s"] * 1e3
             replays["copy_share"] = at_a_copys_rate / replays["replay_ms"]
-        share = nbytes / BYTES_PER_S / (step_ms / 1e3)
+        shares = {"floor_share": nbytes / BYTES_PER_S / (step_ms / 1e3), "roofline_ms": roofline_ms}
         kernels = _kernels(seen, PROFILED)
         step_busy = min(1.0, kernels["covered_us"] / (1000 * step_ms))  # watched kernels may take longer
-        return {"step_ms": step_ms, "floor_share": share, "step_busy": step_busy} | replays | kernels
-
-    def _bytes_read(self, core: EngineCore, requests: int) -> float:
-        """By one decode step: see the top of this file."""
-        info = self._llm.info()
-        model, memory = info["description"], info["memory"]
-        head = model["shape"]["vocab_size"] * model["shape"]["hidden_size"]
-        embedding = (model["dense"]["vocabulary"] - head) * getattr(torch, info["compute_dtype"]).itemsize
-        reached = 1 - (1 - model["moe"]["top_k"] / model["moe"]["num_experts"]) ** requests
-        tokens, caches = self._options.context + STEPS // 2, core._forward._attention
-        cache = sum(
-            len(group.index) * context_bytes(group.spec, tokens, group.dtype.itemsize)
-            for group in caches.groups
-        )
-        states = 2 * sum(group.state_bytes / len(group.states[0]) for group in caches.states)
-        return memory["dense"] - embedding + reached * memory["experts"] + requests * (cache + states)
+        return {"step_ms": step_ms} | shares | {"step_busy": step_busy} | replays | kernels
 
     def _prefill(self, core: EngineCore, tokens: int, requests: int) -> dict[str, Any]:
         """The median of TIMES, after one more, and the kernels of another, of all its steps together."""
@@ -204,22 +192,6 @@ class Bench:
             core.step()
             steps += 1
         return steps
-
-
-def context_bytes(spec: AttentionSpec, tokens: int, itemsize: int) -> float:
-    """What one token with a context of so many reads of it in a layer, itself included; of entries that are
-    made of several tokens, what these are read for, on average."""
-    if isinstance(spec, CompressedSpec):
-        entries, rate = spec.entries(tokens), spec.rate
-        seen = min(spec.index_topk or entries, entries)
-        indexed = entries * spec.index_dim if seen < entries else 0
-        made = spec.remembered * spec.open_dim / rate if rate else 0
-        recent = min(tokens, spec.recent)
-        return itemsize * ((recent + seen) * spec.head_dim + indexed + made)
-    if isinstance(spec, SparseLatentSpec) and tokens > spec.index_topk:
-        kept = spec.index_topk * (spec.latent_dim + spec.rope_dim)
-        return itemsize * (kept + tokens * spec.index_dim)
-    return min(tokens, spec.window or tokens) * spec.token_bytes(itemsize)
 
 
 def fill(caches: AttentionCaches) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -15,24 +14,9 @@ import torch
 from tests.models.test_families_describe import PUBLISHED
 from tests.serving import tiny_config
 from tools import decode_steps, random_checkpoint
-from turnout.attention.kinds import CompressedSpec
+from tools.step_floor import work_of_step
 from turnout.errors import UserError
 from turnout.server.launch import ServerProcess
-
-COMPRESSED = CompressedSpec(
-    num_heads=8,
-    num_kv_heads=1,
-    head_dim=64,
-    value_dim=64,
-    scale=1.0,
-    recent=8,
-    rate=4,
-    overlap=True,
-    index_heads=4,
-    index_dim=32,
-    index_topk=16,
-    output_groups=2,
-)
 
 
 def test_each_load_has_a_row(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -70,11 +54,11 @@ def test_contexts_that_are_not_computed(tiny_folder: Path, monkeypatch: pytest.M
     assert len((keys != noise).any((0, 1, 3, 4)).unflatten(0, (-1, 16)).any(1).nonzero()) == 2  # pages
     core.abort([f"bench-{i}" for i in range(2)])
     found = bench._steps(core, 2)
-    at_64 = Namespace(**vars(options) | {"context": 64})
     more = 2 * (200 - 64) * core._forward._attention.cache_bytes / (noise.shape[2] * decode_steps.BYTES_PER_S)
     longer = found["floor_share"] * found["step_ms"] / 1e3
-    bench._options = at_64
-    assert longer - bench._bytes_read(core, 2) / decode_steps.BYTES_PER_S == pytest.approx(more, rel=1e-3)
+    work = work_of_step(bench._llm.info(), core._forward._attention, 2, 64 + decode_steps.STEPS // 2)
+    shorter = sum(part.nbytes for part in work.values()) / decode_steps.BYTES_PER_S
+    assert longer - shorter == pytest.approx(more, rel=1e-3)
     bench._llm.close()
 
 
@@ -92,19 +76,6 @@ def test_all_requests_decode_in_what_is_measured(tiny_folder: Path, monkeypatch:
     ):
         bench._steps(core, 12)
     bench._llm.close()
-
-
-@pytest.mark.parametrize(
-    ("spec", "tokens", "values"),
-    [
-        # of 8 recent tokens 64 each; entries of 4 tokens, 100, of which 16 are read and all scored by 32
-        (COMPRESSED, 400, 8 * 64 + 16 * 64 + 100 * 32 + 8 * 4 * (64 + 32) / 4),
-        (COMPRESSED, 40, 8 * 64 + 10 * 64 + 8 * 4 * (64 + 32) / 4),  # all 10 entries are read
-        (replace(COMPRESSED, rate=0, overlap=False, index_dim=0, index_topk=0), 400, 8 * 64),
-    ],
-)
-def test_what_a_token_reads_of_its_context(spec: CompressedSpec, tokens: int, values: float):
-    assert decode_steps.context_bytes(spec, tokens, 2) == 2 * values
 
 
 def test_kernels_belong_to_parts():
