@@ -30,6 +30,8 @@ SETTINGS = {
 COUNTS = (1, 3, 13)  # prompts of a call: one rank has none; batches of 2 and 1; more than run at once
 SAME = 0.9  # of answers of up to 60 tokens, in bfloat16, where sums in another order decide close calls
 TIMEOUT = 300  # seconds: kernels are compiled
+# Of prompts that come together, the first of each pair to the first rank.
+UNEVEN = [(3000, 5), (5, 3000), (3000, 40), (70, 3000), (3000,), (3000, 1, 2100, 130), (300, 3000)]
 SAFE = [
     name
     for name, d in DISPATCHERS.entries.items()
@@ -131,3 +133,32 @@ def test_a_shared_expert_during_the_others_changes_no_bit(ranks: Pools, tmp_path
         own["overlapped"] is overlap and own["graphs"] == [1, 2, 4, 8] for overlap, own in found.items()
     )
     assert found[True]["tokens"] == found[False]["tokens"]
+
+
+def compiled_on_rank(rank: Rank, config: Config) -> tuple[int, list[list[int]]]:
+    """How many kernels prompts of uneven lengths had compiled, and their answers."""
+    rank.leave()
+    place = Launched(
+        rank=rank.number,
+        size=rank.size,
+        ranks_per_node=rank.size,
+        init_method=f"file://{rank.folder}/join",
+    )
+    sampling, found = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0), []
+    with LLM.from_config(config, place) as llm:
+        for lengths in UNEVEN:
+            prompts = [[3 + i % 200 for i in range(length)] for length in lengths]
+            found += [c.token_ids for c in llm.generate(prompts, sampling, progress=False)]
+        return llm.stats().kernels_compiled, found
+
+
+@pytest.mark.timeout(TIMEOUT + 30)
+@pytest.mark.parametrize("name", ["dp", *SAFE])
+def test_nothing_is_compiled_for_few_tokens_next_to_many(ranks: Pools, tmp_path: Path, name: str):
+    """A rank computes few tokens eagerly where the other has more than graphs of prompts hold."""
+    write_model(tmp_path, max_position_embeddings=4096, dtype=torch.bfloat16)
+    flags = {"model": str(tmp_path), "max_total_tokens": 16384, "tp_size": 2, "ep_size": 2}
+    config = Config(**(SETTINGS | PARALLEL_LAYOUTS[name] | flags))
+    found = ranks(2).run(compiled_on_rank, config, timeout=TIMEOUT)
+    assert [compiled for compiled, _ in found] == [0, 0]
+    assert found[0] == found[1]

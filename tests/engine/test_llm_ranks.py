@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.ranks import Pools, Rank
 from tests.server.namespaces import Namespace
@@ -21,6 +23,10 @@ from turnout import LLM, SamplingParams
 from turnout.commands.generate import generate
 from turnout.config import Config, Launched, launched
 from turnout.engine.ranks.rendezvous import check_launch
+from turnout.engine.ranks.step_sync import SyncedStep
+from turnout.engine.scheduler.scheduler import Chunk
+from turnout.engine.step.cuda_graphs import Computed
+from turnout.engine.warmup import first_prompts
 from turnout.errors import UserError
 
 SETTINGS = {"device": "cpu", "num_threads": 1, "load_progress": False, "max_total_tokens": 2048}
@@ -91,6 +97,36 @@ def greedy(llm: LLM) -> list[list[int]]:
 def greedy_on_rank(rank: Rank, config: Config) -> list[list[int]]:
     with started(rank, config) as llm:
         return greedy(llm)
+
+
+def greedy_after_first_prompts(rank: Rank, config: Config) -> tuple[set[tuple[int, ...]], list[list[int]]]:
+    """What ranks brought to a step, and what they answer."""
+    with started(rank, config) as llm:
+        core, brought = llm._open(), set()
+        compute = core._forward.eagerly
+
+        def noted(chunks: Sequence[Chunk], synced: SyncedStep) -> Computed:
+            brought.add(synced.tokens)
+            assert sum(chunk.length for chunk in chunks) == synced.tokens[core.engine_plan.topology.dp_rank]
+            return compute(chunks, synced)
+
+        core._forward.eagerly = noted
+        with torch.inference_mode():
+            first_prompts(core.engine_plan, core._forward, core._model, core._scheduler.kv, None)
+        core._forward.eagerly = compute
+        return brought, greedy(llm)
+
+
+def test_ranks_warm_up_by_steps_of_few_tokens_next_to_many(ranks: Pools, folder: Path):
+    """As they do on GPUs: all take part in every step, and answer afterwards as without."""
+    sizes = PARALLEL_LAYOUTS[0] | {"max_prefill_tokens": 33, "max_running_requests": 4}
+    config = Config(model=str(folder), **SETTINGS, **sizes)
+    found = ranks(4).run(greedy_after_first_prompts, config)
+    assert found == [found[0]] * 4
+    brought, tokens = found[0]
+    assert brought == {(n,) * 4 for n in (1, 2, 3, 4, 7, 8, 15, 16, 31, 32, 33)} | {(33, 1) * 2, (1, 33) * 2}
+    with LLM(str(folder), **SETTINGS) as llm:
+        assert tokens == greedy(llm)
 
 
 @pytest.mark.multigpu
