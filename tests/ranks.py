@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from turnout.config import Launched
 from turnout.parallel.groups import Groups, connect, disconnect
 from turnout.parallel.topology import Topology
 
@@ -89,6 +90,12 @@ class Rank:
         """Leave the groups, for code that makes its own."""
         disconnect()
         self._made = None
+
+    def launched(self) -> Launched:
+        """As whom an engine on every rank is to start; leaves the groups."""
+        self.leave()
+        join = f"file://{self.folder}/join"
+        return Launched(rank=self.number, size=self.size, ranks_per_node=self.size, init_method=join)
 
 
 def forked(function: Callable[..., Any], *arguments: Any) -> Any:

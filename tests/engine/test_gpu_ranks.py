@@ -11,7 +11,7 @@ import torch
 from tests.ranks import Pools, Rank
 from tests.tiny import QWEN2_MOE, write_model
 from turnout import LLM, SamplingParams
-from turnout.config import Config, Launched
+from turnout.config import Config
 from turnout.engine.step import two_batch_overlap
 from turnout.evals import wordmath
 from turnout.moe.capabilities.declared import DISPATCHERS
@@ -65,15 +65,8 @@ def answers(llm: LLM) -> list[list[int]]:
 
 
 def on_rank(rank: Rank, config: Config) -> dict[str, Any]:
-    rank.leave()
     two_batch_overlap.LEAST = 2
-    place = Launched(
-        rank=rank.number,
-        size=rank.size,
-        ranks_per_node=rank.size,
-        init_method=f"file://{rank.folder}/join",
-    )
-    with LLM.from_config(config, place) as llm:
+    with LLM.from_config(config, rank.launched()) as llm:
         core = llm._open()
         first = answers(llm)
         routed = sum(map(sum, core._model.expert_counts()))
@@ -137,15 +130,8 @@ def test_a_shared_expert_during_the_others_changes_no_bit(ranks: Pools, tmp_path
 
 def compiled_on_rank(rank: Rank, config: Config) -> tuple[int, list[list[int]]]:
     """How many kernels prompts of uneven lengths had compiled, and their answers."""
-    rank.leave()
-    place = Launched(
-        rank=rank.number,
-        size=rank.size,
-        ranks_per_node=rank.size,
-        init_method=f"file://{rank.folder}/join",
-    )
     sampling, found = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0), []
-    with LLM.from_config(config, place) as llm:
+    with LLM.from_config(config, rank.launched()) as llm:
         for lengths in UNEVEN:
             prompts = [[3 + i % 200 for i in range(length)] for length in lengths]
             found += [c.token_ids for c in llm.generate(prompts, sampling, progress=False)]

@@ -67,19 +67,8 @@ def calls(llm: LLM) -> list[Any]:
 
 
 def on_rank(rank: Rank, config: Config) -> list[Any]:
-    with started(rank, config) as llm:
+    with LLM.from_config(config, rank.launched()) as llm:
         return calls(llm)
-
-
-def started(rank: Rank, config: Config) -> LLM:
-    rank.leave()
-    place = Launched(
-        rank=rank.number,
-        size=rank.size,
-        ranks_per_node=rank.size,
-        init_method=f"file://{rank.folder}/join",
-    )
-    return LLM.from_config(config, place)
 
 
 @pytest.mark.parametrize("sizes", PARALLEL_LAYOUTS, ids=["dp 4", "tp 2"])
@@ -95,13 +84,13 @@ def greedy(llm: LLM) -> list[list[int]]:
 
 
 def greedy_on_rank(rank: Rank, config: Config) -> list[list[int]]:
-    with started(rank, config) as llm:
+    with LLM.from_config(config, rank.launched()) as llm:
         return greedy(llm)
 
 
 def greedy_after_first_prompts(rank: Rank, config: Config) -> tuple[set[tuple[int, ...]], list[list[int]]]:
     """What ranks brought to a step, and what they answer."""
-    with started(rank, config) as llm:
+    with LLM.from_config(config, rank.launched()) as llm:
         core, brought = llm._open(), set()
         compute = core._forward.eagerly
 
@@ -140,7 +129,7 @@ def test_two_gpus_answer_as_one(ranks: Pools, folder: Path, dp_size: int):
 
 
 def with_prompts_of_its_own(rank: Rank, config: Config) -> tuple[str, bool]:
-    with started(rank, config) as llm:
+    with LLM.from_config(config, rank.launched()) as llm:
         with pytest.raises(UserError) as raised:
             llm.generate(PROMPTS[rank.number])
         again = llm.generate(PROMPTS[0])  # nothing was begun, so nothing is lost

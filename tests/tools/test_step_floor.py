@@ -29,28 +29,9 @@ COMPRESSED = CompressedSpec(
     index_topk=16,
     output_groups=2,
 )
-LATENT = AttentionSpec(
-    kind=AttentionKind.LATENT,
-    num_heads=4,
-    num_kv_heads=1,
-    head_dim=48,
-    value_dim=32,
-    scale=1.0,
-    latent_dim=64,
-    rope_dim=16,
-)
-SPARSE = SparseLatentSpec(
-    num_heads=4,
-    num_kv_heads=1,
-    head_dim=48,
-    value_dim=32,
-    scale=1.0,
-    latent_dim=64,
-    rope_dim=16,
-    index_heads=2,
-    index_dim=32,
-    index_topk=16,
-)
+SIZES = {"num_kv_heads": 1, "head_dim": 48, "value_dim": 32, "scale": 1.0, "latent_dim": 64, "rope_dim": 16}
+LATENT = AttentionSpec(kind=AttentionKind.LATENT, num_heads=4, **SIZES)
+SPARSE = SparseLatentSpec(num_heads=4, index_heads=2, index_dim=32, index_topk=16, **SIZES)
 
 
 @pytest.mark.parametrize(
@@ -86,15 +67,8 @@ def test_operations_of_a_token_with_its_context():
     assert context_operations(SPARSE, 10) == attended(4, 10, 80, 64)  # all are chosen
     scored = products(((4, 32), (32, 100)))
     assert context_operations(COMPRESSED, 400) == attended(8, 8 + 16, 64, 64) + scored
-    window = AttentionSpec(
-        kind=AttentionKind.SLIDING_WINDOW,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        value_dim=8,
-        scale=1.0,
-        window=32,
-    )
+    sizes = {"num_kv_heads": 2, "head_dim": 16, "value_dim": 8, "scale": 1.0, "window": 32}
+    window = AttentionSpec(kind=AttentionKind.SLIDING_WINDOW, num_heads=4, **sizes)
     assert context_operations(window, 100) == attended(4, 32, 16, 8)
 
 
