@@ -26,6 +26,7 @@ from turnout.engine.scheduler.kv_cache import KVCache
 from turnout.engine.scheduler.request import Request
 from turnout.engine.scheduler.scheduler import Chunk, Scheduler
 from turnout.engine.scheduler.step_times import LEAST_TOKENS, StepTimes
+from turnout.engine.step.cuda_graphs import Computed
 from turnout.engine.step.forward import Forward
 from turnout.engine.step.rehearsal import rehearsal
 from turnout.flags import flag_name
@@ -188,7 +189,7 @@ def first_prompts(
             progress("compiling", done, len(steps))
         _first_prompts(engine_plan, forward, model, kv, lengths, forward.ways(sum(lengths)), draw=not done)
     for parity in (0, 1) if engine_plan.topology.dp_size > 1 else ():
-        _uneven_prompts(engine_plan, forward, kv, _cut(sizes[-1], room), parity)
+        _uneven_prompts(engine_plan, forward, model, kv, _cut(sizes[-1], room), parity)
     model.reset_counts()
 
 
@@ -202,43 +203,59 @@ def _first_prompts(
     *,
     draw: bool = False,
 ) -> None:
-    """A step of prompts of these lengths. ways: as `Forward.ways` has them, one or both. draw: also from what
-    their logits allow."""
-    config, chunks = engine_plan.config, _prompts(engine_plan, lengths)
-    for chunk in chunks:
-        kv.admit(chunk.request, chunk.length, spare=0)
+    """A step to which every rank brings prompts of these lengths, and its logits. ways: as `Forward.ways` has
+    them, one or both. draw: also from what the logits allow."""
     synced = _alike(engine_plan, Phase.PREFILL, lengths)
-    eagerly, as_graph = ways
-    if eagerly:
-        computed = forward.eagerly(chunks, synced)
-    if as_graph:
-        computed = forward(chunks, synced)
-    if config.drafts_by_layer:
-        assert computed.step is not None, "a draft layer goes over the tokens of every step"
-        cast(DraftingModel, model).draft(computed.step, computed.hidden_NH)
+    computed = _computed(engine_plan, forward, model, kv, lengths, synced, ways)
     # As many requests may end their prompts in one step: products of a head differ by rows too.
-    logits_SV = model.logits(computed.hidden_NH[-config.max_running_requests :])
+    logits_SV = model.logits(computed.hidden_NH[-engine_plan.config.max_running_requests :])
     if draw:
         words = -(-logits_SV.shape[1] // 32)
         forbid(logits_SV, torch.full((len(logits_SV), words), -1, dtype=torch.int32).to(logits_SV.device))
         draw_ordered(logits_SV[:1].float(), [SamplingParams(temperature=1.0, top_p=0.5)], [0.5])
-    for chunk in chunks:
-        kv.release(chunk.request)
 
 
 def _uneven_prompts(
-    engine_plan: EnginePlan, forward: Forward, kv: KVCache, lengths: Sequence[int], parity: int
+    engine_plan: EnginePlan,
+    forward: Forward,
+    model: Model,
+    kv: KVCache,
+    lengths: Sequence[int],
+    parity: int,
 ) -> None:
     """A step of prompts of these lengths on every other data-parallel rank, from `parity` on, and of one
     token on those between: what an exchange launches depends on what other ranks bring."""
     dp_rank, ranks = engine_plan.topology.dp_rank, range(engine_plan.topology.dp_size)
     each = tuple(sum(lengths) if rank % 2 == parity else 1 for rank in ranks)
-    chunks = _prompts(engine_plan, lengths if dp_rank % 2 == parity else [1])
+    own = lengths if dp_rank % 2 == parity else [1]
+    synced = _step_of(Phase.PREFILL, each, max(lengths))
+    _computed(engine_plan, forward, model, kv, own, synced, (False, True))
+
+
+def _computed(
+    engine_plan: EnginePlan,
+    forward: Forward,
+    model: Model,
+    kv: KVCache,
+    lengths: Sequence[int],
+    synced: SyncedStep,
+    ways: tuple[bool, bool],
+) -> Computed:
+    """A step of this rank's prompts of these lengths, the last of `ways`; a draft layer goes over it too."""
+    chunks = _prompts(engine_plan, lengths)
     for chunk in chunks:
         kv.admit(chunk.request, chunk.length, spare=0)
-    forward(chunks, _step_of(Phase.PREFILL, each, max(lengths)))
+    eagerly, as_called = ways
+    if eagerly:
+        computed = forward.eagerly(chunks, synced)
+    if as_called:
+        computed = forward(chunks, synced)
+    if engine_plan.config.drafts_by_layer:
+        assert computed.step is not None, "a draft layer goes over the tokens of every step"
+        cast(DraftingModel, model).draft(computed.step, computed.hidden_NH)
     for chunk in chunks:
         kv.release(chunk.request)
+    return computed
 
 
 def measure_steps(
