@@ -12,7 +12,6 @@ import jsonschema
 import pytest
 
 from tests.engine.schemas import draw_schema
-from tests.engine.test_llm_ranks import started
 from tests.ranks import Pools, Rank
 from turnout import LLM, SamplingParams
 from turnout.config import Config, load
@@ -223,7 +222,7 @@ def test_answers_are_the_same_however_they_are_computed(
 
 
 def on_rank(rank: Rank, config: Config) -> list[list[int]]:
-    with started(rank, config) as llm:
+    with LLM.from_config(config, rank.launched()) as llm:
         return [completion.token_ids for completion in llm.generate(*mixed(12), progress=False)]
 
 

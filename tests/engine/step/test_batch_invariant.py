@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.test_llm_ranks import started
 from tests.models.families import FAMILIES, build
 from tests.models.test_families_describe import PUBLISHED
 from tests.ranks import Pools, Rank
@@ -136,7 +135,7 @@ def test_what_is_not_invariant_on_cuda_is_refused(name: str, limit: str):
 
 
 def on_rank(rank: Rank, config: Config) -> tuple[Found, Found]:
-    with started(rank, config) as llm:
+    with LLM.from_config(config, rank.launched()) as llm:
         return alone_and_together(llm)
 
 

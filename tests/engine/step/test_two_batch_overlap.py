@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.planned import write
 from tests.engine.scheduler.test_scheduler import start
-from tests.engine.test_llm_ranks import SETTINGS, started
+from tests.engine.test_llm_ranks import SETTINGS
 from tests.ranks import Pools, Rank
 from tests.tiny import QWEN2_MOE, write_model
 from turnout import LLM, SamplingParams
@@ -77,7 +77,7 @@ def on_rank(rank: Rank, config: Config) -> tuple[list[tuple[str, list[int]]], li
 
     DecoderLayer.overlapped = noting  # ranks are kept for other tests
     try:
-        with started(rank, config) as llm:
+        with LLM.from_config(config, rank.launched()) as llm:
             assert llm.info()["plan"]["two_batches"]
             return answers(llm), seen
     finally:
