@@ -17,17 +17,23 @@ from turnout.errors import UserError
 
 
 class Counting(BaseHTTPRequestHandler):
-    """Answers with two events in chunks, and a trailer; notes the port of each request's connection."""
+    """Answers with two events, in chunks with a trailer or of a length that it says; notes the port of each
+    request's connection, which it keeps open."""
 
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
         self.server.ports.append(self.client_address[1])
-        self.send_response(404 if self.path == "/v1/missing" else 200)
-        self.send_header("Transfer-Encoding", "chunked")
+        self.send_response(404 if "missing" in self.path else 200)
         if self.path == "/v1/close":
             self.send_header("Connection", "close")
+        if "sized" in self.path:
+            self.send_header("Content-Length", "18")
+            self.end_headers()
+            self.wfile.write(b"data: 1\n\ndata: 2\n\n")
+            return
+        self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         for event in b"data: 1\n\n", b"data: 2\n\n":
             self.wfile.write(b"%x\r\n%s\r\n" % (len(event), event))
@@ -53,7 +59,8 @@ def connections_of(server: ThreadingHTTPServer, use: Callable[[Connections], Cor
 
     async def run() -> None:
         connections = Connections(f"http://127.0.0.1:{server.server_port}/v1")
-        await use(connections)
+        async with asyncio.timeout(60):  # the server would wait for the next request for ever
+            await use(connections)
         connections.close()
 
     asyncio.run(run())
@@ -80,6 +87,16 @@ def test_the_next_request_takes_a_connection_that_is_free(counting):
     assert {one, another} == {0, 1}
 
 
+def test_an_answer_of_a_known_length_ends_there(counting):
+    async def use(connections: Connections) -> None:
+        await read(connections.post("sized", b"{}"))
+        await read(connections.post("sized", b"{}"))
+        with pytest.raises(UserError, match="HTTP 404: data: 1"):
+            await read(connections.post("sized/missing", b"{}"))
+
+    assert connections_of(counting, use) == [0, 0, 0]
+
+
 async def left_early(connections: Connections) -> None:
     async with aclosing(connections.post("a", b"{}")) as stream:
         await anext(stream)
@@ -97,8 +114,7 @@ async def said_to_close(connections: Connections) -> None:
 async def closed_unasked(connections: Connections) -> None:
     await read(connections.post("gone", b"{}"))
     [(_, (reader, _))] = connections._idle
-    async with asyncio.timeout(60):
-        assert await reader.read() == b""
+    assert await reader.read() == b""
 
 
 async def of_its_own(connections: Connections) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from turnout.errors import UserError
@@ -46,18 +47,18 @@ class Connections:
             )
             close = "" if keep else "Connection: close\r\n"
             writer.write(f"{head}{close}{self._more}\r\n".encode() + body)
-            status, chunked, kept = await _head(reader)
-            pieces = _chunks(reader) if chunked else _rest(reader)
-            if status != 200:
+            answer = await _head(reader)
+            pieces = answer.body(reader)
+            if answer.status != 200:
                 text = b"".join([piece async for piece in pieces]).decode(errors="replace")
-                raise UserError(f"{self.base_url}: HTTP {status}: {text[:500]}")
+                raise UserError(f"{self.base_url}: HTTP {answer.status}: {text[:500]}")
             line = b""
             async for piece in pieces:
                 *lines, line = (line + piece).split(b"\n")
                 for found in lines:
                     if found.startswith(b"data: "):
                         yield found[6:].rstrip()
-            whole = chunked and kept and keep
+            whole = answer.kept and keep
         except asyncio.IncompleteReadError:
             raise ConnectionError("the server hung up") from None
         finally:
@@ -89,18 +90,36 @@ def post(
     return Connections(base_url, headers).post(path, body, keep=False)
 
 
-async def _head(reader: asyncio.StreamReader) -> tuple[int, bool, bool]:
-    """(status, whether the body comes in chunks rather than up to the end of the connection, whether the
-    server keeps the connection)."""
+@dataclass
+class Answer:
+    """What the head of one says. length: bytes of the body; None: it comes in chunks, or up to the end of the
+    connection. kept: whether the server keeps the connection."""
+
+    status: int
+    chunked: bool = False
+    length: int | None = None
+    kept: bool = True
+
+    def body(self, reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+        """Its pieces as they come."""
+        if self.chunked:
+            return _chunks(reader)
+        return _rest(reader) if self.length is None else _exactly(reader, self.length)
+
+
+async def _head(reader: asyncio.StreamReader) -> Answer:
     version, *words = (await _line(reader)).split()
     if not words or not words[0].isdigit():
         raise ConnectionError("the server does not speak HTTP")
-    chunked, kept = False, version == b"HTTP/1.1"
+    found, closes = Answer(int(words[0])), version != b"HTTP/1.1"
     while line := (await _line(reader)).strip():
         name, _, value = line.lower().partition(b":")
-        chunked |= name == b"transfer-encoding" and b"chunked" in value
-        kept &= not (name == b"connection" and b"close" in value)
-    return int(words[0]), chunked, kept
+        found.chunked |= name == b"transfer-encoding" and b"chunked" in value
+        closes |= name == b"connection" and b"close" in value
+        if name == b"content-length":
+            found.length = int(value)
+    found.kept = not closes and (found.chunked or found.length is not None)
+    return found
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:
@@ -112,6 +131,10 @@ async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
         yield (await reader.readexactly(size + 2))[:-2]
     while (await _line(reader)).strip():  # trailers
         pass
+
+
+async def _exactly(reader: asyncio.StreamReader, length: int) -> AsyncIterator[bytes]:
+    yield await reader.readexactly(length)
 
 
 async def _rest(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
