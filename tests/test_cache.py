@@ -128,7 +128,8 @@ def answer() -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("runner", ["auto", pytest.param("torch", marks=pytest.mark.more)])
+@pytest.mark.more
+@pytest.mark.parametrize("runner", ["auto", "torch"])
 def test_generate_as_nobody(image, place, answer, runner):
     """What was compiled before is used, from a folder that can be added to, and one line says so."""
     container = Container(image, NOBODY, place, HOME="/nonexistent")

@@ -59,6 +59,7 @@ def test_rows_of_every_dispatcher_on_ranks_that_it_starts(tmp_path):
         assert row["wire_bytes"] == most - 8 or row["dispatcher"] != "none"
 
 
+@pytest.mark.more
 def test_under_torchrun_and_a_refused_point_is_a_row(tmp_path):
     path = tmp_path / "a2a.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]

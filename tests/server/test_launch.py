@@ -91,6 +91,7 @@ def test_a_plain_configuration_is_served_on_a_free_port(monkeypatch):
     assert recorded == [ServerConfig(model="some", page_size=32, port=0)]
 
 
+@pytest.mark.more
 def test_progress_on_a_terminal_that_does_not_know_its_width(tiny_folder: Path):
     """The launcher passes the bars on, and finds the server's address between them."""
     master, terminal = pty.openpty()

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.more
 def test_ours_and_sdpa_are_measured_and_compared(tmp_path: Path) -> None:
     output = tmp_path / "attention.json"
     tiny = ["--device", "cpu", "--attention-tp", "8", "--requests", "2", "--tokens", "24"]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch.testing import assert_close
 
@@ -15,6 +16,7 @@ from tools.delta_prompts import FLA, Bench, Case
 from turnout.attention.delta_rule import step
 
 
+@pytest.mark.more
 def test_the_kernels_and_torch_give_what_the_recurrence_does(tmp_path: Path) -> None:
     output = tmp_path / "prompts.json"
     tiny = ["--device", "cpu", "--heads", "2", "4", "--head-dim", "16", "--tokens", "70"]

@@ -10,6 +10,7 @@ from turnout.bench.serve import ServeBench
 from turnout.errors import UserError
 
 
+@pytest.mark.more
 def test_loads_with_a_schema_and_without_are_measured_in_turns(
     base_url: str, monkeypatch: pytest.MonkeyPatch
 ):

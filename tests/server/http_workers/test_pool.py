@@ -280,7 +280,7 @@ def test_drain_cuts_off_what_takes_too_long(tiny_folder: Path):
         assert server.process.wait(60) == 0
 
 
-@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("ending", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.more)])
 def test_no_process_outlives_the_head(tiny_folder: Path, ending: signal.Signals):
     with started(tiny_folder, api_server_count=2) as (server, _):
         children = psutil.Process(server.process.pid).children(recursive=True)
@@ -291,6 +291,7 @@ def test_no_process_outlives_the_head(tiny_folder: Path, ending: signal.Signals)
         assert eventually(lambda: not folder.exists())
 
 
+@pytest.mark.more
 def test_a_server_may_be_stopped_while_a_process_is_started_again(tiny_folder: Path):
     with started(tiny_folder, api_server_count=2) as (server, _):
         children = psutil.Process(server.process.pid).children(recursive=True)

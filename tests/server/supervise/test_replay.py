@@ -46,7 +46,7 @@ def assert_nothing_lost(row: dict[str, Any]) -> None:
     assert row["answers"] >= row["clients"]
 
 
-@pytest.mark.parametrize("stream_interval", [1, 5])
+@pytest.mark.parametrize("stream_interval", [1, pytest.param(5, marks=pytest.mark.more)])
 def test_no_answer_changes_while_ranks_fail(
     stream_interval: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
