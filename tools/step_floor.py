@@ -18,6 +18,8 @@ import torch
 from tools.kernel_timing import BYTES_PER_S, PRODUCTS_PER_S
 from turnout.attention.caches import AttentionCaches
 from turnout.attention.kinds import AttentionSpec, CompressedSpec, SparseLatentSpec
+from turnout.moe.spec import Activation
+from turnout.vocabulary import ActivationKind
 
 DENSE = ("queries", "keys_values", "mlps", "shared_experts", "replicated")  # fields of DenseParameters
 
@@ -41,12 +43,12 @@ def work_of_step(
     """By part, of one token of each request, whose context has so many tokens with it. info: an engine's."""
     model, memory = info["description"], info["memory"]
     itemsize = getattr(torch, info["compute_dtype"]).itemsize
-    sizes = _dense_bytes(model, itemsize)
     head = model["shape"]["vocab_size"] * model["shape"]["hidden_size"]
     embedding = (model["dense"]["vocabulary"] - head) * itemsize
+    counts = {"head": head} | {name: model["dense"][name] for name in DENSE}
+    sizes = _bytes_of(counts, model, itemsize)
     # What a plan counts has scales, and what is packed is less than its parameters.
     factor = (memory["dense"] - embedding) / sum(sizes.values())
-    counts = {"head": head} | {name: model["dense"][name] for name in DENSE}
     found = {name: Work(factor * sizes[name], 2 * requests * counts[name]) for name in counts}
     moe = model["moe"]
     reached = 1 - (1 - moe["top_k"] / moe["num_experts"]) ** requests
@@ -64,17 +66,16 @@ def work_of_step(
 
 def expert_parameters(moe: Mapping[str, Any]) -> int:
     """Of one expert's weights."""
-    matrices = 2 if moe["activation"]["kind"] == "relu2" else 3
+    matrices = 3 if Activation(kind=ActivationKind(moe["activation"]["kind"])).gated else 2
     return matrices * moe["hidden_size"] * moe["intermediate_size"]
 
 
-def _dense_bytes(model: Mapping[str, Any], itemsize: int) -> dict[str, float]:
-    """Of the head and of each of DENSE, without scales."""
-    dense, fp8 = model["dense"], model["dense_in_fp8"]
-    found = {name: float(fp8[name] + (dense[name] - fp8[name]) * itemsize) for name in DENSE}
-    found["replicated"] += dense["in_float32"] * (4 - itemsize)
-    head = model["shape"]["vocab_size"] * model["shape"]["hidden_size"] * itemsize
-    return {"head": float(head)} | found
+def _bytes_of(counts: Mapping[str, int], model: Mapping[str, Any], itemsize: int) -> dict[str, float]:
+    """Of parameters outside experts, without scales; a head has the compute type."""
+    fp8 = {"head": 0} | model["dense_in_fp8"]
+    found = {name: float(fp8[name] + (count - fp8[name]) * itemsize) for name, count in counts.items()}
+    found["replicated"] += model["dense"]["in_float32"] * (4 - itemsize)
+    return found
 
 
 def context_bytes(spec: AttentionSpec, tokens: int, itemsize: int) -> float:
@@ -94,18 +95,16 @@ def context_bytes(spec: AttentionSpec, tokens: int, itemsize: int) -> float:
 
 def context_operations(spec: AttentionSpec, tokens: int) -> float:
     """Of one token's products with its context in a layer: scores, sums of values, an index's scores."""
-    if isinstance(spec, CompressedSpec):
-        seen, indexed = _chosen(spec, spec.entries(tokens))
-        read = min(tokens, spec.recent) + seen
-        return 2 * (read * spec.num_heads * 2 * spec.head_dim + indexed * spec.index_heads * spec.index_dim)
-    widths, indexed = spec.head_dim + spec.value_dim, 0
+    read, widths, scores = min(tokens, spec.window or tokens), spec.head_dim + spec.value_dim, 0
     if spec.latent_dim:
         widths = 2 * spec.latent_dim + spec.rope_dim
-    read = min(tokens, spec.window or tokens)
-    if isinstance(spec, SparseLatentSpec) and tokens > spec.index_topk:
-        read, indexed = spec.index_topk, 0 if spec.shares_choice else tokens
-        return 2 * (read * spec.num_heads * widths + indexed * spec.index_heads * spec.index_dim)
-    return 2 * read * spec.num_heads * widths
+    if isinstance(spec, CompressedSpec):
+        seen, indexed = _chosen(spec, spec.entries(tokens))
+        read, scores = min(tokens, spec.recent) + seen, indexed * spec.index_heads * spec.index_dim
+    elif isinstance(spec, SparseLatentSpec) and tokens > spec.index_topk:
+        indexed = 0 if spec.shares_choice else tokens
+        read, scores = spec.index_topk, indexed * spec.index_heads * spec.index_dim
+    return 2 * (read * spec.num_heads * widths + scores)
 
 
 def _chosen(spec: CompressedSpec, entries: int) -> tuple[int, int]:

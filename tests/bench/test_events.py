@@ -97,6 +97,21 @@ def test_an_answer_of_a_known_length_ends_there(counting):
     assert connections_of(counting, use) == [0, 0, 0]
 
 
+def test_what_is_no_http_is_called_so():
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.write(b"\r\n")
+        writer.close()
+
+    async def run() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            with pytest.raises(ConnectionError, match="the server does not speak HTTP"):
+                await read(post(f"http://127.0.0.1:{port}/v1", "a", b"{}"))
+
+    asyncio.run(run())
+
+
 async def left_early(connections: Connections) -> None:
     async with aclosing(connections.post("a", b"{}")) as stream:
         await anext(stream)

@@ -114,6 +114,18 @@ def test_first_prompts_have_the_size_of_connections_where_residual_streams_are_s
     assert computed == [1, 2, 3, 4, 7, 8, 15, 16, 31, 32, 63, 64, *([80] if streams > 1 else []), 100, 2]
 
 
+def watched_eager_steps(core: EngineCore) -> list[tuple[int, tuple[int, ...]]]:
+    """Of each step that will be computed eagerly: its tokens, and those of each data-parallel rank."""
+    found, compute = [], core._forward.eagerly
+
+    def noted(chunks: Sequence[Chunk], synced: SyncedStep) -> Computed:
+        found.append((sum(chunk.length for chunk in chunks), synced.tokens))
+        return compute(chunks, synced)
+
+    core._forward.eagerly = noted
+    return found
+
+
 @pytest.mark.parametrize("decoding", [[], [2], [2, 6]], ids=str)
 def test_first_prompts_go_the_ways_of_steps(decoding: list[int]):
     """As graphs where these hold them, and eagerly where none does or where a step may decode as many."""
@@ -122,19 +134,13 @@ def test_first_prompts_go_the_ways_of_steps(decoding: list[int]):
     graphs = with_prefill_graphs(core, [4, 24])
     if decoding:
         core._forward.graphs = SimpleNamespace(sizes=decoding)
-    eagerly, compute = [], core._forward.eagerly
-
-    def noted(chunks: Sequence[Chunk], synced: SyncedStep) -> Computed:
-        eagerly.append(sum(chunk.length for chunk in chunks))
-        return compute(chunks, synced)
-
-    core._forward.eagerly = noted
+    eagerly = watched_eager_steps(core)
     with torch.inference_mode():
         warmup.first_prompts(core.engine_plan, core._forward, model, core._scheduler.kv, None)
     sizes = [*warmup.prompt_sizes(40, 1), 2, 4, 6]
     assert [count for _, count in graphs.steps] == [size for size in sizes if size <= 24]
     decode = range(max(decoding, default=0) + 1, 7)
-    assert eagerly == [size for size in sizes if size > 24 or size in decode]
+    assert [count for count, _ in eagerly] == [size for size in sizes if size > 24 or size in decode]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -146,13 +152,7 @@ def test_first_prompts_of_data_parallel_ranks_are_uneven_too(rank: int):
     plan = dataclasses.replace(core.engine_plan, topology=topology)
     core._forward = Forward(plan, core._model, core._attention)
     graphs = with_prefill_graphs(core, [4, 24])
-    free, eagerly, compute = core._scheduler.kv.pools[0].num_available, [], core._forward.eagerly
-
-    def noted(chunks: Sequence[Chunk], synced: SyncedStep) -> Computed:
-        eagerly.append((sum(chunk.length for chunk in chunks), synced.tokens))
-        return compute(chunks, synced)
-
-    core._forward.eagerly = noted
+    free, eagerly = core._scheduler.kv.pools[0].num_available, watched_eager_steps(core)
     with torch.inference_mode():
         warmup.first_prompts(plan, core._forward, model, core._scheduler.kv, None)
     sizes = [*warmup.prompt_sizes(40, 1), 2, 4, 6]

@@ -108,10 +108,10 @@ class Answer:
 
 
 async def _head(reader: asyncio.StreamReader) -> Answer:
-    version, *words = (await _line(reader)).split()
-    if not words or not words[0].isdigit():
+    words = (await _line(reader)).split()
+    if len(words) < 2 or not words[1].isdigit():
         raise ConnectionError("the server does not speak HTTP")
-    found, closes = Answer(int(words[0])), version != b"HTTP/1.1"
+    found, closes = Answer(int(words[1])), words[0] != b"HTTP/1.1"
     while line := (await _line(reader)).strip():
         name, _, value = line.lower().partition(b":")
         found.chunked |= name == b"transfer-encoding" and b"chunked" in value
