@@ -9,6 +9,9 @@ the time that it took. Contexts of all layers together exceed the cache of the G
 is the largest difference from attention in float32, of contexts of several lengths; tiles that miss BOUND, or
 that the GPU has no room for, are reported and not timed.
 
+With --flash-mla, the compiled library of FlashMLA as vLLM's wheels have it (`vllm/_flashmla_C.abi3.so`), each
+shape is also computed by that kernel, which needs --page-size 64; `kernel` tells its rows.
+
 With --chosen each token also attends to as many vectors of its context, anywhere in it, in the tiles that are
 chosen for the shape, as sparse attention does (2048 of 32768: `--chosen 2048 --known`).
 
@@ -24,7 +27,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +49,7 @@ from tools.kernel_timing import (
 if TYPE_CHECKING:
     from turnout.kernels.attention.latent import Tiles
 
-LATENT, ROPE, PAGE = 512, 64, 16
+LATENT, ROPE = 512, 64
 SCALE = 192**-0.5
 CACHES = 512 * 10**6  # bytes read in turn, ten times the GPU's cache
 BOUND = 2e-2  # of values near 1 in bfloat16
@@ -105,18 +110,17 @@ class Case:
 class Bench:
     """Caches of as many layers as exceed a GPU's cache together."""
 
-    def __init__(self, case: Case, device: torch.device):
-        self.case, self.device = case, device
+    def __init__(self, case: Case, device: torch.device, page_size: int = 16):
+        self.case, self.device, self.page = case, device, page_size
         on_gpu = device.type == "cuda"
         # The interpreter's products of bfloat16 are wrong.
         rest: Any = {"device": device, "dtype": torch.bfloat16 if on_gpu else torch.float32}
-        pages = -(-case.context // PAGE)
+        pages = -(-case.context // page_size)
         self.nbytes = case.requests * case.read * (LATENT + ROPE) * 2
         layers = max(2, min(64, CACHES * case.read // (self.nbytes * case.context))) if on_gpu else 1
-        size = case.requests * pages * PAGE, LATENT + ROPE
+        size = case.requests * pages * page_size, LATENT + ROPE
         self.caches = [torch.randn(size, **rest) for _ in range(layers)]
         self.table = torch.randperm(case.requests * pages, device=device).view(case.requests, pages)
-        self.page = PAGE
         if case.chosen:
             self.page, self.table = 1, self._chosen()
         self.ends = torch.full((case.requests,), case.read, device=device)
@@ -132,7 +136,7 @@ class Bench:
         case = self.case
         drawn = torch.rand(case.requests, case.context, device=self.device)
         places = drawn.topk(case.chosen).indices.sort().values
-        return (self.table.gather(1, places // PAGE) * PAGE + places % PAGE).int()
+        return (self.table.gather(1, places // self.page) * self.page + places % self.page).int()
 
     def _checked(self) -> range:
         return range(min(8, self.case.requests))
@@ -159,9 +163,28 @@ class Bench:
         splits = latent.spans(case.requests, case.num_heads, case.read, self.processors, tiles)
         row = vars(case) | {"tiles": tiles._asdict(), "splits": splits}
         try:
-            found = self.attend(self.caches[-1], self.ragged, tiles, splits)
+            return row | self._timed(lambda cache, ends: self.attend(cache, ends, tiles, splits))
         except OutOfResources as error:
             return row | {"error_message": str(error)}
+
+    def measure_flash_mla(self) -> dict[str, Any]:
+        """The same of FlashMLA, which lays its work out in the first call with the same lengths."""
+        pages = {id(cache): cache.view(-1, self.page, 1, LATENT + ROPE) for cache in self.caches}
+        lengths = {id(ends): ends.int() for ends in (self.ends, self.ragged)}
+        laid_out: dict[int, list[Tensor]] = {}
+        q_B1HC, table = self.q[:, None], self.table.int()
+
+        def attend(cache: Tensor, ends: Tensor) -> Tensor:
+            given = q_B1HC, pages[id(cache)], LATENT, lengths[id(ends)], table, SCALE, False
+            known = laid_out.get(id(ends), (None, None))
+            out_B1HL, _, *laid_out[id(ends)] = torch.ops._flashmla_C.dense_decode_fwd(*given, *known, None)
+            return out_B1HL[:, 0]
+
+        return vars(self.case) | {"kernel": "FlashMLA"} | self._timed(attend)
+
+    def _timed(self, attend: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Any]:
+        case, row = self.case, {}
+        found = attend(self.caches[-1], self.ragged)
         difference = torch.stack([(found[b].float() - self.wanted[b]).abs().max() for b in self._checked()])
         row["error"] = float(difference.max())
         if not row["error"] < BOUND:
@@ -169,7 +192,7 @@ class Bench:
 
         def run() -> None:
             for cache in self.caches:
-                self.attend(cache, self.ends, tiles, splits)
+                attend(cache, self.ends)
 
         seconds = seconds_of(run, self.device)[0] / len(self.caches)
         products = 2 * case.requests * case.read * case.num_heads * (2 * LATENT + ROPE)
@@ -187,7 +210,7 @@ def best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found: dict[Case, dict[str, Any]] = {}
     for row in rows:
         case = Case(row["requests"], row["num_heads"], row["context"], row.get("chosen", 0))
-        if "us" in row and (case not in found or row["us"] < found[case]["us"]):
+        if "us" in row and "tiles" in row and (case not in found or row["us"] < found[case]["us"]):
             found[case] = row
     return list(found.values())
 
@@ -198,7 +221,7 @@ def choices(rows: list[dict[str, Any]]) -> list[tuple[int, int, Tiles]]:
     its own."""
     from turnout.kernels.attention.latent import Tiles
 
-    rows = [row for row in rows if not row.get("chosen")]
+    rows = [row for row in rows if "tiles" in row and not row.get("chosen")]
     least = {(row["requests"], row["num_heads"], row["context"]): row["us"] for row in best(rows)}
     over: dict[tuple[int, int], dict[Tiles, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
@@ -228,7 +251,7 @@ def sparse_gains(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def told(row: dict[str, Any]) -> str:
-    tiles = " ".join(f"{k}={v}" for k, v in row["tiles"].items())
+    tiles = " ".join(f"{k}={v}" for k, v in row.get("tiles", {}).items())
     return line({k: v for k, v in row.items() if k != "tiles"}) + f": {tiles}"
 
 
@@ -239,8 +262,12 @@ def main() -> None:
     parser.add_argument("--context", type=int, nargs="+", default=[4096, 32768])
     parser.add_argument("--chosen", type=int, default=0, help="of a context, by sparse attention")
     parser.add_argument("--known", action="store_true", help="only the tiles that are chosen now")
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--flash-mla", type=Path, metavar="LIBRARY", help="to compare with")
     options = parser.parse_args()
     device = device_of(options)
+    if options.flash_mla is not None:
+        torch.ops.load_library(options.flash_mla)
     from turnout.kernels.attention.latent import tiles_for
 
     torch.manual_seed(0)
@@ -249,10 +276,13 @@ def main() -> None:
         for num_heads in options.num_heads:
             for requests in options.requests:
                 for chosen in (0, options.chosen) if 0 < options.chosen < context else (0,):
-                    bench = Bench(Case(requests, num_heads, context, chosen), device)
+                    bench = Bench(Case(requests, num_heads, context, chosen), device, options.page_size)
                     known = [tiles_for(requests, num_heads)]
                     for tiles in known if chosen or options.known else candidates(num_heads):
                         rows.append(bench.measure(tiles))
+                        print(told(rows[-1]), flush=True)
+                    if options.flash_mla is not None and not chosen:
+                        rows.append(bench.measure_flash_mla())
                         print(told(rows[-1]), flush=True)
                     del bench
     print("Best:", *map(told, best(rows)), *sparse_gains(rows), "CHOICES:", sep="\n")
