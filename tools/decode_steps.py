@@ -9,13 +9,14 @@ states hold noise, so that what is chosen among them is spread over all of them.
 the schedule to sampled tokens, as the mean over STEPS of them; `kernel_us` adds up the GPU's kernels of a
 step, which may overlap, by PARTS as well, and `busy` is the part of the profiled time in which at least one
 ran. A profiled graph starts about 0.1 ms late, so `step_busy` relates the time in which kernels ran to
-`step_ms`, which no profiler saw. `replay_ms` is what a replay of the step's graph takes, the median of groups
-of them on the GPU's clock: a busy host does not lengthen it. `floor_share` is the time that reading the
-step's bytes takes at BYTES_PER_S over the step's, and `roofline_ms` that of its parts if each takes as long
-as its bytes or its products, whichever is longer (step_floor.py). Prompts of --prefill tokens are timed from
-their arrival to the first token of the last, the median of TIMES. Other flags of the engine are read from the
-environment. `copy_share` is the time that the same bytes take at this GPU's own copy rate,
-`copied_bytes_per_s`, over a replay's.
+`step_ms`, which no profiler saw. `fastest_step_ms` and `slowest_step_ms` are of single steps: a GPU that
+reaches its power limit lowers its clock, within a few dozen of them. `replay_ms` is what a replay of the
+step's graph takes, the median of groups of them on the GPU's clock: a busy host does not lengthen it.
+`floor_share` is the time that reading the step's bytes takes at BYTES_PER_S over the step's, and
+`roofline_ms` that of its parts if each takes as long as its bytes or its products, whichever is longer
+(step_floor.py). Prompts of --prefill tokens are timed from their arrival to the first token of the last, the
+median of TIMES. Other flags of the engine are read from the environment. `copy_share` is the time that the
+same bytes take at this GPU's own copy rate, `copied_bytes_per_s`, over a replay's.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -143,12 +145,7 @@ class Bench:
                 core.step()
                 decoding = core.synced is not None and core.synced.phase == "decode"
         check_decoding(core, requests)
-        _wait()
-        start = time.perf_counter()
-        for _ in range(STEPS):
-            core.step()
-        _wait()
-        step_ms = 1000 * (time.perf_counter() - start) / STEPS
+        step_ms, single = _timed_steps(core)
         with profile(activities=[_watched()]) as seen:
             for _ in range(PROFILED):
                 core.step()
@@ -167,7 +164,7 @@ class Bench:
         shares = {"floor_share": nbytes / BYTES_PER_S / (step_ms / 1e3), "roofline_ms": roofline_ms}
         kernels = _kernels(seen, PROFILED)
         step_busy = min(1.0, kernels["covered_us"] / (1000 * step_ms))  # watched kernels may take longer
-        return {"step_ms": step_ms} | shares | {"step_busy": step_busy} | replays | kernels
+        return {"step_ms": step_ms} | single | shares | {"step_busy": step_busy} | replays | kernels
 
     def _prefill(self, core: EngineCore, tokens: int, requests: int) -> dict[str, Any]:
         """The median of TIMES, after one more, and the kernels of another, of all its steps together."""
@@ -230,6 +227,22 @@ def check_decoding(core: EngineCore, requests: int) -> None:
     had = sum(synced.tokens) if synced is not None else 0
     if synced is None or synced.phase != "decode" or had != requests:
         raise UserError(f"{requests} requests were to decode together, and the last step had {had} tokens")
+
+
+def _timed_steps(core: EngineCore) -> tuple[float, dict[str, float]]:
+    """ms of a step: the mean over STEPS; the fastest and the slowest by the GPU's clock, if there is one."""
+    _wait()
+    marks, start = [], time.perf_counter()
+    for _ in range(STEPS):
+        core.step()
+        if torch.cuda.is_available():
+            marks.append(torch.cuda.Event(enable_timing=True))
+            marks[-1].record()
+    _wait()
+    mean = 1000 * (time.perf_counter() - start) / STEPS
+    times = [before.elapsed_time(after) for before, after in pairwise(marks)]
+    single = {"fastest_step_ms": min(times), "slowest_step_ms": max(times)} if times else {}
+    return mean, single
 
 
 def replay_ms(core: EngineCore) -> dict[str, float]:
