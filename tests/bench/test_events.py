@@ -18,7 +18,7 @@ from turnout.errors import UserError
 
 class Counting(BaseHTTPRequestHandler):
     """Answers with two events, in chunks with a trailer or of a length that it says; notes the port of each
-    request's connection, which it keeps open."""
+    request's connection, which it keeps open. To "held" the second event comes once `released` is set."""
 
     protocol_version = "HTTP/1.1"
 
@@ -37,6 +37,8 @@ class Counting(BaseHTTPRequestHandler):
         self.end_headers()
         for event in b"data: 1\n\n", b"data: 2\n\n":
             self.wfile.write(b"%x\r\n%s\r\n" % (len(event), event))
+            if self.path == "/v1/held":
+                self.server.released.wait()
         self.wfile.write(b"0\r\nX-Trailer: 1\r\n\r\n")
         if self.path == "/v1/gone":  # without having said so
             self.close_connection = True
@@ -48,7 +50,7 @@ class Counting(BaseHTTPRequestHandler):
 @pytest.fixture
 def counting():
     with ThreadingHTTPServer(("127.0.0.1", 0), Counting) as server:
-        server.ports, server.daemon_threads = [], True
+        server.ports, server.daemon_threads, server.released = [], True, threading.Event()
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
@@ -76,9 +78,10 @@ def test_the_next_request_takes_a_connection_that_is_free(counting):
     async def use(connections: Connections) -> None:
         await read(connections.post("a", b"{}"))
         await read(connections.post("a", b"{}"))
-        first = connections.post("a", b"{}")
+        first = connections.post("held", b"{}")
         await anext(first)  # its connection is at work
         await read(connections.post("a", b"{}"))
+        counting.released.set()
         assert [event async for event in first] == [b"2"]
         await asyncio.gather(read(connections.post("a", b"{}")), read(connections.post("a", b"{}")))
 
@@ -128,8 +131,9 @@ async def said_to_close(connections: Connections) -> None:
 
 async def closed_unasked(connections: Connections) -> None:
     await read(connections.post("gone", b"{}"))
-    [(_, (reader, _))] = connections._idle
-    assert await reader.read() == b""
+    [(_, connection)] = connections._idle
+    while not connection.ended:
+        await asyncio.sleep(0.01)
 
 
 async def of_its_own(connections: Connections) -> None:
@@ -154,3 +158,59 @@ def test_a_connection_is_not_kept_for_long(counting, monkeypatch):
         await read(connections.post("a", b"{}"))
 
     assert connections_of(counting, use) == [0, 1]
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 7, 1000])
+def test_events_do_not_depend_on_how_bytes_arrive(cut):
+    """Chunks that hold parts of events and several, of which pieces of `cut` bytes arrive at a time."""
+    body = b"data: one\n\ndata: \xc3\xa4\r\n\r\n: a comment\n\ndata: three\n\ndata: [DONE]\n\n"
+    chunks = [body[:9], body[9:40], body[40:]]
+    sent = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    sent += b"".join(b"%x;x=y\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n"
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"{}")
+        for at in range(0, len(sent), cut):
+            writer.write(sent[at : at + cut])
+            await writer.drain()
+            await asyncio.sleep(0)
+        await reader.read()
+        writer.close()
+
+    async def run() -> None:
+        found: list[bytes] = []
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            connections = Connections(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1")
+            await connections.request("a", b"{}", found.append)
+            connections.close()
+        assert found == [b"one", "ä".encode(), b"three", b"[DONE]"]
+
+    asyncio.run(run())
+
+
+def test_what_an_event_makes_its_reader_raise_ends_the_request(counting):
+    def refuse(data: bytes) -> None:
+        raise ValueError(f"no {data.decode()}")
+
+    async def use(connections: Connections) -> None:
+        with pytest.raises(ValueError, match="no 1"):
+            await connections.request("a", b"{}", refuse)
+        await read(connections.post("a", b"{}"))
+
+    assert connections_of(counting, use) == [0, 1]
+
+
+@pytest.mark.parametrize("after", [b"", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\ndata"])
+def test_a_server_that_hangs_up_is_said_to(after):
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"{}")
+        writer.write(after)
+        writer.close()
+
+    async def run() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            with pytest.raises(ConnectionError, match="the server hung up"):
+                await read(post(f"http://127.0.0.1:{port}/v1", "a", b"{}"))
+
+    asyncio.run(run())

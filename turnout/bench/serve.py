@@ -72,6 +72,25 @@ class ServeBench:
         ]
 
 
+class Choice(msgspec.Struct):
+    text: str | None = None
+
+
+class Usage(msgspec.Struct):
+    completion_tokens: int
+
+
+class Event(msgspec.Struct):
+    """What is read of one; the rest is skipped, which takes less than to decode it."""
+
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    error: dict[str, Any] | None = None
+
+
+EVENTS = msgspec.json.Decoder(Event)
+
+
 @dataclass
 class Trace:
     """What one request experienced: seconds since it was sent."""
@@ -220,21 +239,25 @@ async def _stream(connections: Connections, model: str, prompt: list[int], bench
         body["ignore_eos"] = True
     body |= bench.extra
     trace, start, last = Trace(), time.perf_counter(), 0.0
-    async for data in connections.post("completions", msgspec.json.encode(body)):
+
+    def take(data: bytes) -> None:
+        nonlocal last
         if data == b"[DONE]":
-            continue
-        event = msgspec.json.decode(data)
-        if event.get("error"):
-            raise ValueError(event["error"].get("message", event["error"]))
+            return
+        event = EVENTS.decode(data)
+        if event.error:
+            raise ValueError(event.error.get("message", event.error))
         now = time.perf_counter()
-        if event.get("usage"):
-            trace.tokens = event["usage"]["completion_tokens"]
-        if not event.get("choices"):
-            continue
+        if event.usage:
+            trace.tokens = event.usage.completion_tokens
+        if not event.choices:
+            return
         if not trace.ttft:  # also where the first token is part of a character, and so has no text yet
             trace.ttft = last = now - start
-        elif event["choices"][0].get("text"):
+        elif event.choices[0].text:
             trace.gaps.append(now - start - last)
             last = now - start
+
+    await connections.request("completions", msgspec.json.encode(body), take)
     trace.latency = time.perf_counter() - start
     return trace
