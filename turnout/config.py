@@ -173,10 +173,10 @@ class Config:
         minimum=0,
     )
     prefill_delayer: str = memory_flag(
-        "off",
+        "auto",
         "on: hold prompts back for a few steps until other data-parallel ranks have some too, since those of "
-        "one rank make the step of all one with prompts",
-        choices=("on", "off"),
+        "one rank make the step of all one with prompts; auto: on where decode steps are CUDA graphs",
+        choices=("auto", "on", "off"),
     )
     prefill_delayer_max_delay_steps: int = memory_flag(
         8, "the most steps that a prompt is held back for", "--prefill-delayer-max-delay-passes", minimum=1

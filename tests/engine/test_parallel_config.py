@@ -153,14 +153,18 @@ def test_ranks_that_share_requests_take_no_target(model):
     assert resolve(model(tp_size=2, dp_size=2, enable_dp_attention=True, target_tpot=20.0), named("h200"))
 
 
-def test_prompts_wait_for_those_of_other_ranks_where_asked(model):
+def test_prompts_wait_for_those_of_other_ranks_where_steps_without_are_graphs(model):
     pair = {"tp_size": 2, "dp_size": 2, "ep_size": 2, **APART}
 
-    def why(**flags: object) -> str:
-        return resolve(model(QWEN3_30B | NVFP4, **flags), H200).why_no_prefill_delayer
+    def why(shape: dict = QWEN3_30B | NVFP4, device: Hardware = H200, **flags: object) -> str:
+        return resolve(model(shape, **flags), device).why_no_prefill_delayer
 
-    assert why(**pair, prefill_delayer="on") == ""
-    assert why(**pair) == "--prefill-delayer is off"
+    assert why(**pair) == ""
+    assert why(**pair, prefill_delayer="off") == "--prefill-delayer is off"
+    eager = "decode steps are no CUDA graphs: asked for with --disable-cuda-graph"
+    assert why(**pair, disable_cuda_graph=True) == eager
+    assert why(SMALL, HOST, **pair).startswith("decode steps are no CUDA graphs: ")
+    assert why(SMALL, HOST, **pair, prefill_delayer="on") == ""
     assert why() == "there is one data-parallel rank"
     (asked,) = refusals(model(SMALL, prefill_delayer="on"))
     assert asked == "--prefill-delayer on with --dp-size 1"

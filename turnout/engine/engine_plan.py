@@ -100,7 +100,10 @@ class EnginePlan(Rank):
         """Why prompts never wait for those of other ranks, or "" if they do for a few steps."""
         if self.topology.dp_size == 1:
             return "there is one data-parallel rank"
-        return "" if self.config.prefill_delayer == "on" else "--prefill-delayer is off"
+        asked = self.config.prefill_delayer
+        if asked == "auto" and (eager := self.why_no_decode_graphs):
+            return f"decode steps are no CUDA graphs: {eager}"
+        return "--prefill-delayer is off" if asked == "off" else ""
 
     @property
     def group_pages(self) -> tuple[int, ...]:
