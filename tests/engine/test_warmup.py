@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.engine.step.rerun import with_prefill_graphs
+from tests.engine.step.rerun import Rerun, with_prefill_graphs
 from tests.engine.toy import ToyModel, engine_plan, make_core, request, run
 from tests.moe.build import make_plan, make_spec
 from turnout.config import Config
@@ -143,15 +143,35 @@ def test_first_prompts_go_the_ways_of_steps(decoding: list[int]):
     assert [count for count, _ in eagerly] == [size for size in sizes if size > 24 or size in decode]
 
 
+def core_of_two_ranks(model: ToyModel, rank: int, prefill: list[int]) -> tuple[EngineCore, Rerun]:
+    """Of one of two data-parallel ranks, with graphs of prompts of these sizes."""
+    core = make_core(model, num_pages=64, max_context=128, max_prefill_tokens=40, max_running_requests=6)
+    topology = Topology(tp_size=2, dp_size=2, ep_size=2, enable_dp_attention=True, rank=rank)
+    core.engine_plan = dataclasses.replace(core.engine_plan, topology=topology)
+    core._forward = Forward(core.engine_plan, core._model, core._attention)
+    return core, with_prefill_graphs(core, prefill)
+
+
+@pytest.mark.parametrize("decoding", [5, 6])
+def test_first_prompts_of_data_parallel_ranks_take_no_eager_steps_where_graphs_hold_all(decoding: int):
+    """Of 40 tokens, and of the six requests that may decode."""
+    model = ToyModel()
+    core, graphs = core_of_two_ranks(model, 0, [4, 40])
+    core._forward.graphs = SimpleNamespace(sizes=[decoding])
+    eagerly = watched_eager_steps(core)
+    with torch.inference_mode():
+        warmup.first_prompts(core.engine_plan, core._forward, model, core._scheduler.kv, None)
+    sizes = [*warmup.prompt_sizes(40, 1), 2, 4, 6]
+    assert [count for _, count in graphs.steps] == [*sizes, 40, 1]
+    assert [count for count, _ in eagerly] == ([] if decoding == 6 else sizes)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_first_prompts_of_data_parallel_ranks_are_uneven_too(rank: int):
     """A rank with few tokens computes them eagerly next to one with more than graphs hold."""
     model = ToyModel()
-    core = make_core(model, num_pages=64, max_context=128, max_prefill_tokens=40, max_running_requests=6)
-    topology = Topology(tp_size=2, dp_size=2, ep_size=2, enable_dp_attention=True, rank=rank)
-    plan = dataclasses.replace(core.engine_plan, topology=topology)
-    core._forward = Forward(plan, core._model, core._attention)
-    graphs = with_prefill_graphs(core, [4, 24])
+    core, graphs = core_of_two_ranks(model, rank, [4, 24])
+    plan = core.engine_plan
     free, eagerly = core._scheduler.kv.pools[0].num_available, watched_eager_steps(core)
     with torch.inference_mode():
         warmup.first_prompts(plan, core._forward, model, core._scheduler.kv, None)

@@ -61,6 +61,7 @@ class Forward:
         self._two_batches = engine_plan.plan.two_batches
         self._dp_rank, self._dp_size = engine_plan.topology.dp_rank, engine_plan.topology.dp_size
         self._most_decoding = engine_plan.config.max_running_requests * engine_plan.budget.tokens_per_request
+        self._most = engine_plan.budget.local
         drawn = 0 if why_no_overlap(engine_plan) else engine_plan.config.max_running_requests
         self._drawn_R = torch.zeros(drawn, dtype=torch.int64, device=attention.device)
         self.graphs: DecodeGraphs | None = None
@@ -118,11 +119,13 @@ class Forward:
     def ways(self, tokens: int) -> tuple[bool, bool]:
         """How steps of so many tokens may be computed: eagerly, and as graphs if they have prompt tokens. A
         rank next to one whose tokens no graph holds computes its own eagerly, however few."""
-        prefill, decode = self.prefill_graphs, self.graphs
+        prefill = self.prefill_graphs
         if prefill is None or tokens > prefill.sizes[-1]:
             return True, False
-        decodes_eagerly = tokens <= self._most_decoding and (decode is None or tokens > decode.sizes[-1])
-        return decodes_eagerly or self._dp_size > 1, True
+        most_in_graphs = self.graphs.sizes[-1] if self.graphs else 0
+        if self._dp_size > 1:
+            return self._most > prefill.sizes[-1] or self._most_decoding > most_in_graphs, True
+        return most_in_graphs < tokens <= self._most_decoding, True
 
     def eagerly(self, chunks: Sequence[Chunk], synced: SyncedStep) -> Computed:
         """As a call, without graphs; all ranks alike."""
