@@ -83,13 +83,13 @@ def context_bytes(spec: AttentionSpec, tokens: int, itemsize: int) -> float:
     made of several tokens, what these are read for, on average."""
     if isinstance(spec, CompressedSpec):
         entries, rate = spec.entries(tokens), spec.rate
-        seen, indexed = _chosen(spec, entries)
+        seen, indexed = _chosen_of(spec, entries)
         made = spec.remembered * spec.open_dim / rate if rate else 0
         recent = min(tokens, spec.recent)
         return itemsize * ((recent + seen) * spec.head_dim + indexed * spec.index_dim + made)
-    if isinstance(spec, SparseLatentSpec) and tokens > spec.index_topk:
-        kept = spec.index_topk * (spec.latent_dim + spec.rope_dim)
-        return itemsize * (kept + tokens * spec.index_dim)
+    if isinstance(spec, SparseLatentSpec):
+        seen, indexed = _chosen_of(spec, tokens)
+        return seen * (spec.latent_dim + spec.rope_dim) * itemsize + indexed * spec.index_bytes(itemsize)
     return min(tokens, spec.window or tokens) * spec.token_bytes(itemsize)
 
 
@@ -99,15 +99,16 @@ def context_operations(spec: AttentionSpec, tokens: int) -> float:
     if spec.latent_dim:
         widths = 2 * spec.latent_dim + spec.rope_dim
     if isinstance(spec, CompressedSpec):
-        seen, indexed = _chosen(spec, spec.entries(tokens))
+        seen, indexed = _chosen_of(spec, spec.entries(tokens))
         read, scores = min(tokens, spec.recent) + seen, indexed * spec.index_heads * spec.index_dim
-    elif isinstance(spec, SparseLatentSpec) and tokens > spec.index_topk:
-        indexed = 0 if spec.shares_choice else tokens
-        read, scores = spec.index_topk, indexed * spec.index_heads * spec.index_dim
+    elif isinstance(spec, SparseLatentSpec):
+        read, indexed = _chosen_of(spec, tokens)
+        scores = indexed * spec.index_heads * spec.index_dim
     return 2 * (read * spec.num_heads * widths + scores)
 
 
-def _chosen(spec: CompressedSpec, entries: int) -> tuple[int, int]:
+def _chosen_of(spec: CompressedSpec | SparseLatentSpec, entries: int) -> tuple[int, int]:
     """(entries that are attended to, entries that the index scores for that)."""
     seen = min(spec.index_topk or entries, entries)
-    return seen, entries if seen < entries else 0
+    shared = isinstance(spec, SparseLatentSpec) and spec.shares_choice
+    return seen, entries if seen < entries and not shared else 0

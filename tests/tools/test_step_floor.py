@@ -42,6 +42,10 @@ SPARSE = SparseLatentSpec(num_heads=4, index_heads=2, index_dim=32, index_topk=1
         (COMPRESSED, 40, 8 * 64 + 10 * 64 + 8 * 4 * (64 + 32) / 4),  # all 10 entries are read
         (replace(COMPRESSED, rate=0, overlap=False, index_dim=0, index_topk=0), 400, 8 * 64),
         (LATENT, 100, 100 * 80),
+        (SPARSE, 100, 16 * 80 + 100 * 32),
+        (replace(SPARSE, index_fp8=True), 100, 16 * 80 + 100 * (32 + 4) / 2),
+        (replace(SPARSE, shares_choice=True), 100, 16 * 80),
+        (SPARSE, 10, 10 * 80),
     ],
 )
 def test_what_a_token_reads_of_its_context(spec: AttentionSpec, tokens: int, values: float):
