@@ -100,19 +100,28 @@ def test_an_answer_of_a_known_length_ends_there(counting):
     assert connections_of(counting, use) == [0, 0, 0]
 
 
-def test_what_is_no_http_is_called_so():
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readline()
-        writer.write(b"\r\n")
+def events_of(answer: bytes, *, pieces: int = 1000) -> list[bytes]:
+    """What a request gets of a server that sends `answer`, so many bytes at a time, and hangs up."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"{}")
+        for at in range(0, len(answer), pieces):
+            writer.write(answer[at : at + pieces])
+            await writer.drain()
+            await asyncio.sleep(0)
         writer.close()
 
-    async def run() -> None:
-        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-            port = server.sockets[0].getsockname()[1]
-            with pytest.raises(ConnectionError, match="the server does not speak HTTP"):
-                await read(post(f"http://127.0.0.1:{port}/v1", "a", b"{}"))
+    async def run() -> list[bytes]:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            root = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+            return [event async for event in post(root, "a", b"{}")]
 
-    asyncio.run(run())
+    return asyncio.run(run())
+
+
+def test_what_is_no_http_is_called_so():
+    with pytest.raises(ConnectionError, match="the server does not speak HTTP"):
+        events_of(b"\r\n")
 
 
 async def left_early(connections: Connections) -> None:
@@ -167,25 +176,11 @@ def test_events_do_not_depend_on_how_bytes_arrive(cut):
     chunks = [body[:9], body[9:40], body[40:]]
     sent = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     sent += b"".join(b"%x;x=y\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n"
+    assert events_of(sent, pieces=cut) == [b"one", "ä".encode(), b"three", b"[DONE]"]
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"{}")
-        for at in range(0, len(sent), cut):
-            writer.write(sent[at : at + cut])
-            await writer.drain()
-            await asyncio.sleep(0)
-        await reader.read()
-        writer.close()
 
-    async def run() -> None:
-        found: list[bytes] = []
-        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-            connections = Connections(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1")
-            await connections.request("a", b"{}", found.append)
-            connections.close()
-        assert found == [b"one", "ä".encode(), b"three", b"[DONE]"]
-
-    asyncio.run(run())
+def test_an_answer_of_no_length_ends_with_its_connection():
+    assert events_of(b"HTTP/1.0 200 OK\r\n\r\ndata: 1\n\ndata: 2\n", pieces=5) == [b"1", b"2"]
 
 
 def test_what_an_event_makes_its_reader_raise_ends_the_request(counting):
@@ -202,15 +197,5 @@ def test_what_an_event_makes_its_reader_raise_ends_the_request(counting):
 
 @pytest.mark.parametrize("after", [b"", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\ndata"])
 def test_a_server_that_hangs_up_is_said_to(after):
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"{}")
-        writer.write(after)
-        writer.close()
-
-    async def run() -> None:
-        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-            port = server.sockets[0].getsockname()[1]
-            with pytest.raises(ConnectionError, match="the server hung up"):
-                await read(post(f"http://127.0.0.1:{port}/v1", "a", b"{}"))
-
-    asyncio.run(run())
+    with pytest.raises(ConnectionError, match="the server hung up"):
+        events_of(after)
