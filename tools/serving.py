@@ -30,7 +30,15 @@ from turnout.bench.serve import ServeBench, measure, place
 from turnout.config import ServerConfig, load
 from turnout.server.launch import launch
 
-SHOWN = ("output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_itl_ms", "gpu_busy")
+SHOWN = (
+    "output_throughput",
+    "median_ttft_ms",
+    "p99_ttft_ms",
+    "median_tpot_ms",
+    "p99_itl_ms",
+    "gpu_busy",
+    "client_busy",
+)
 SAMPLE_MS = 100  # between two readings of the GPU's utilization
 COUNTED_FROM = 10  # a reading is of up to a second before it: the first ones are of the time before a load
 

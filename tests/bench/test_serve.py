@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -36,7 +37,9 @@ def test_a_real_server_is_measured(base_url, tmp_path):
     command = [sys.executable, "-m", "turnout", "bench", "serve", "--base-url", base_url]
     command += ["--num-prompts", "12", "--random-input-len", "9", "--random-output-len", "7"]
     command += ["--max-concurrency", "5", "--output", str(out)]
+    before = os.times().children_user
     done = subprocess.run(command, capture_output=True, text=True, check=False)
+    used = os.times().children_user - before
     assert done.returncode == 0, done.stderr
     content = json.loads(out.read_text())
     assert set(content) == PROVENANCE
@@ -51,6 +54,7 @@ def test_a_real_server_is_measured(base_url, tmp_path):
     for name in LATENCIES:
         assert row[name] > 0, name
     assert row["mean_ttft_ms"] < row["mean_e2el_ms"] < 1000 * row["duration_s"]
+    assert 0 < row["client_busy"] * row["duration_s"] < used  # which has its start as well
     assert "output_throughput" in done.stdout
 
 
@@ -68,8 +72,8 @@ def test_a_row_follows_from_its_traces(monkeypatch):
         Trace(ttft=0.3, latency=0.3, gaps=[], tokens=1),
     ]
 
-    async def load(*_: object) -> tuple[list[Trace], float]:
-        return traces, 4.5
+    async def load(*_: object) -> tuple[list[Trace], float, float]:
+        return traces, 4.5, 0.9
 
     monkeypatch.setattr(serve, "_load", load)
     row = measure(ServeBench(num_prompts=3), "")
@@ -84,6 +88,7 @@ def test_a_row_follows_from_its_traces(monkeypatch):
     assert row["p99_e2el_ms"] == pytest.approx(2500)
     assert row["output_tokens"] == 9
     assert row["output_throughput"] == pytest.approx(9 / 4.5)
+    assert row["client_busy"] == pytest.approx(0.2)
 
 
 @contextmanager
@@ -161,7 +166,7 @@ def scripted():
 def test_times_are_those_of_the_stream(first, scripted, monkeypatch):
     scripted.first, clock = first, Clock()
     scripted.passed = clock.passed
-    monkeypatch.setattr(serve, "time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(serve, "time", SimpleNamespace(perf_counter=clock, process_time=time.process_time))
     url = f"http://127.0.0.1:{scripted.server_port}/v1"
     row = measure(ServeBench(num_prompts=2, max_concurrency=1, ignore_eos=False, input_len=4), url)
     found = [row[f"median_{name}_ms"] for name in ("ttft", "itl", "e2el", "tpot")]

@@ -147,11 +147,11 @@ def measure(bench: ServeBench, base_url: str, headers: Mapping[str, str] | None 
     """Apply the load once; a row with throughputs per second and latencies in milliseconds.
 
     cached_prompt_tokens: prompt tokens that the server took from its prefix cache meanwhile, None where it
-    does not say.
+    does not say. client_busy: the part of a core that this client took: near 1 it measures itself.
     """
     cached = "cached_prompt_tokens_total"
     before = counter(base_url, cached)
-    traces, seconds = asyncio.run(_load(bench, base_url, headers))
+    traces, seconds, busy_seconds = asyncio.run(_load(bench, base_url, headers))
     after = counter(base_url, cached)
     tokens = sum(trace.tokens for trace in traces)
     row: dict[str, Any] = {
@@ -162,6 +162,7 @@ def measure(bench: ServeBench, base_url: str, headers: Mapping[str, str] | None 
         "output_len": bench.output_len,
         "cached_prompt_tokens": None if before is None or after is None else int(after - before),
         "duration_s": seconds,
+        "client_busy": busy_seconds / seconds,
         "output_tokens": tokens,
         "request_throughput": len(traces) / seconds,
         "output_throughput": tokens / seconds,
@@ -190,8 +191,9 @@ def _summary(name: str, seconds: list[float]) -> dict[str, float]:
 
 async def _load(
     bench: ServeBench, base_url: str, headers: Mapping[str, str] | None
-) -> tuple[list[Trace], float]:
-    """(what each request experienced, seconds from the first one to the last one's end)."""
+) -> tuple[list[Trace], float, float]:
+    """(what each request experienced, seconds from the first one to the last one's end, and of a core that
+    this process took meanwhile)."""
     gate = asyncio.Semaphore(bench.max_concurrency)
     rng = random.Random(bench.seed + 1)
     columns = (TextColumn("bench serve"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -212,7 +214,7 @@ async def _load(
             progress.advance(bar)
             return trace
 
-        start = time.perf_counter()
+        start, taken = time.perf_counter(), time.process_time()
         try:
             with closing(Connections(base_url, headers)) as connections:
                 async with asyncio.TaskGroup() as group:
@@ -223,7 +225,8 @@ async def _load(
                             await asyncio.sleep(rng.expovariate(bench.request_rate))
         except* UserError as errors:
             raise errors.exceptions[0] from None
-        return [task.result() for task in tasks], time.perf_counter() - start
+        ends = time.perf_counter() - start, time.process_time() - taken
+        return [task.result() for task in tasks], *ends
 
 
 async def _stream(connections: Connections, model: str, prompt: list[int], bench: ServeBench) -> Trace:
