@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from turnout.kernels.attention.latent import Tiles
 
 LATENT, ROPE = 512, 64
+FLASH_MLA_PAGE = 64
 SCALE = 192**-0.5
 CACHES = 512 * 10**6  # bytes read in turn, ten times the GPU's cache
 BOUND = 2e-2  # of values near 1 in bfloat16
@@ -267,6 +268,8 @@ def main() -> None:
     options = parser.parse_args()
     device = device_of(options)
     if options.flash_mla is not None:
+        if options.page_size != FLASH_MLA_PAGE:
+            parser.error(f"--flash-mla reads pages of {FLASH_MLA_PAGE} tokens: give --page-size too")
         torch.ops.load_library(options.flash_mla)
     from turnout.kernels.attention.latent import tiles_for
 

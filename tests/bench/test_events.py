@@ -199,3 +199,11 @@ def test_what_an_event_makes_its_reader_raise_ends_the_request(counting):
 def test_a_server_that_hangs_up_is_said_to(after):
     with pytest.raises(ConnectionError, match="the server hung up"):
         events_of(after)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_line_without_an_end_is_not_kept(chunked, monkeypatch):
+    monkeypatch.setattr(events, "LIMIT", 100)
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" if chunked else b""
+    with pytest.raises(ConnectionError, match="a line of more than 100 bytes"):
+        events_of(head + b"1" * 1000, pieces=60)

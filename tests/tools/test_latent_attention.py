@@ -57,3 +57,10 @@ def test_all_tiles_give_the_same_as_attention_in_float32(tmp_path: Path) -> None
     rows = json.loads(output.read_text())["rows"]
     assert {row["tiles"]["heads"] for row in rows} == {16, 32, 64}
     assert all(row["error"] < 1e-5 and row["us"] > 0 for row in rows), rows
+
+
+def test_the_library_is_refused_pages_that_it_does_not_read():
+    command = [sys.executable, "-m", "tools.latent_attention", "--device", "cpu", "--flash-mla", "none.so"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert "--flash-mla reads pages of 64 tokens: give --page-size too" in run.stderr

@@ -83,7 +83,7 @@ class Usage(msgspec.Struct):
 class Event(msgspec.Struct):
     """What is read of one; the rest is skipped, which takes less than to decode it."""
 
-    choices: list[Choice] = []
+    choices: list[Choice] | None = None
     usage: Usage | None = None
     error: dict[str, Any] | None = None
 
